@@ -1,0 +1,1 @@
+"""What never changes between chapters: the contract, the server, the benchmark and the tools around them."""

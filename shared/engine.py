@@ -1,0 +1,419 @@
+"""The contract between an engine and everything around it: what it takes, gives, refuses and must be able to do.
+
+It knows no HTTP, no model and no chapter. The server, the benchmarks and the tests are written against it alone.
+
+    messages -> build_prompt -> text -> encode -> token ids -> stream -> Delta, Delta, ... -> GenerateResult
+"""
+
+import asyncio
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic.dataclasses import dataclass as validated_dataclass
+
+if TYPE_CHECKING:
+    from shared.tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length"]
+# Token ids. A str is a Sequence too, so a function that takes both asks `isinstance(prompt, str)` first.
+TokenIds = Sequence[int]
+
+# --- what can be refused ----------------------------------------------------------------------------------------------
+
+
+class SetupError(SystemExit):
+    """The engine can't start: one line that names the thing and the mend.
+
+    A SystemExit, so that a script or `uvicorn 05_server:app` that doesn't catch it prints the line, without a
+    traceback, and exits with status 1.
+    """
+
+
+class EngineError(Exception):
+    """Anything an engine says about one request or about itself."""
+
+
+class RequestError(EngineError, ValueError):
+    """The request can never be run. `param` names the parameter at fault, `code` the kind of fault."""
+
+    code: str | None = None
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnsupportedParameterError(RequestError):
+    """The request asks for something that this engine can't do."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or the prompt and the tokens asked for, are longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, max_model_len: int, prompt_tokens: int, completion_tokens: int) -> None:
+        # Clients find out that a prompt was too long by matching on these words: keep them.
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{prompt_tokens + completion_tokens} tokens ({prompt_tokens} in the messages, {completion_tokens} in the "
+            "completion): prompt is too long or max_tokens too large (context_length_exceeded)."
+        )
+
+
+class QueueFullError(EngineError):
+    """There is no room in the waiting queue now. The same request may be accepted later."""
+
+
+class RequestFailedError(EngineError):
+    """The engine took the request and failed inside it. Other requests go on."""
+
+
+class EngineDeadError(EngineError):
+    """The engine isn't running: not started yet, stopping, or its loop has died."""
+
+
+# --- what an engine takes ---------------------------------------------------------------------------------------------
+
+# Each parameter's type and range, in one place: SamplingParams and the HTTP requests are both made of these.
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+TopK = Annotated[int, Field(ge=-1)]
+Choices = Annotated[int, Field(ge=1, le=8)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+
+
+def _stop_strings(value: Any) -> Any:
+    """None -> [], "a" -> ["a"], and without empty strings, which would stop every request at once."""
+    strings = [] if value is None else [value] if isinstance(value, str) else value
+    return [s for s in strings if s != ""] if isinstance(strings, list | tuple) else strings
+
+
+StopStrings = Annotated[tuple[str, ...], BeforeValidator(_stop_strings)]
+
+
+@validated_dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop. Raises pydantic.ValidationError (a ValueError) if out of range.
+
+    temperature          0 is greedy: the most likely token, whatever else is set
+    top_p                nucleus: the smallest set of tokens whose probability sums to top_p; 0 is greedy too
+    max_tokens           tokens to generate at most; 0 only scores the prompt
+    top_k                the k most likely tokens; 0 and -1 mean all
+    min_p                tokens at least min_p times as likely as the most likely one
+    seed                 the same seed gives the same text; any int, its low 64 bits count
+    stop                 generation ends before the first of these strings
+    n                    choices for the prompt; choice k uses seed + k
+    presence_penalty     taken once from the logit of each token generated so far
+    frequency_penalty    taken as often as the token was generated
+    repetition_penalty   divides the logits of all tokens seen, prompt included (CTRL paper, section 4.1)
+    logprobs             None, or how many of the most likely tokens are reported beside each chosen one
+    prompt_logprobs      the same for the tokens of the prompt
+    ignore_eos           treat end-of-sequence tokens as any other
+    min_tokens           no end-of-sequence token and no stop string before this many tokens
+    """
+
+    temperature: Temperature = 0.0
+    top_p: Probability = 1.0
+    max_tokens: Annotated[int, Field(ge=0)] = 100
+    top_k: TopK = 0
+    min_p: Probability = 0.0
+    seed: int | None = None
+    stop: StopStrings = ()
+    n: Choices = 1
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logprobs: TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _check_min_tokens(self) -> "SamplingParams":
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must not be greater than max_tokens ({self.max_tokens})")
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        # Below 1e-5 the division by the temperature would overflow float32, and the draw is all but certain.
+        return self.temperature < 1e-5 or self.top_p == 0
+
+    def for_choice(self, k: int) -> "SamplingParams":
+        """The parameters of choice `k` of `n` alone."""
+        return replace(self, n=1, seed=None if self.seed is None else self.seed + k)
+
+
+class ContentPart(BaseModel):
+    """A part of a message's content. Only text parts are understood; others are kept, to be refused by name."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _check_text(self) -> "ContentPart":
+        if self.type == "text" and self.text is None:
+            raise ValueError("a part of type 'text' needs a 'text'")
+        return self
+
+
+class Message(BaseModel):
+    """One turn of a conversation. `content` may come as a list of parts; `text` is what the model sees."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one string. Raises UnsupportedParameterError if a part isn't text."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        for part in self.content:
+            if part.type not in ("text", "refusal"):
+                raise UnsupportedParameterError(
+                    f"'messages' with a part of type '{part.type}' are not supported with this model: "
+                    "send parts of type 'text' only",
+                    param="messages",
+                )
+        return "".join((part.refusal if part.type == "refusal" else part.text) or "" for part in self.content)
+
+    def for_template(self) -> dict[str, str]:
+        """What a chat template gets. Templates know "system" only, the older name of "developer"."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+
+
+# --- what an engine gives ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of one token, and of the most likely ones at its place, both of the unscaled log-softmax."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """What one request cost. Only what the engine knows is set; `as_dict` leaves the rest out."""
+
+    input_tokens: int
+    output_tokens: int
+    throughput: float  # output tokens per second, from the start of the request's first forward pass
+    ttft_ms: float | None = None  # time to first token
+    tpot_ms: float | None = None  # time per output token, without the first
+    cached_tokens: int | None = None  # prompt tokens found in the prefix cache
+
+    def as_dict(self) -> dict[str, float | int]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step adds to one choice. The last one has a finish_reason and metrics.
+
+    `text` may be empty while a character is incomplete or could still become a stop string.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids if asked for
+    finish_reason: FinishReason | None = None
+    metrics: RequestMetrics | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on a choice's first delta; nothing precedes token 0
+    index: int = 0  # the choice
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """One finished choice. `text` has no stop string and no special token; `token_ids` has the end-of-sequence token."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    metrics: RequestMetrics
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @classmethod
+    def from_deltas(cls, deltas: Sequence[Delta]) -> "GenerateResult":
+        """Join all deltas of one choice, the last of which has a finish_reason."""
+        last, prompt_logprobs = deltas[-1], deltas[0].prompt_logprobs
+        assert last.finish_reason is not None and last.metrics is not None, "the choice isn't finished"
+        logprobs = [entry for delta in deltas for entry in delta.logprobs]
+        return cls(
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+            finish_reason=last.finish_reason,
+            metrics=last.metrics,
+            logprobs=logprobs or None,
+            prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
+        )
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine is doing now. `None`: it has no such thing."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int | None = None
+    kv_blocks_total: int | None = None
+    prefix_cache_hit_tokens: int | None = None  # since the start
+    preemptions: int | None = None  # since the start
+
+
+# --- what an engine must be able to do --------------------------------------------------------------------------------
+
+
+class BaseOfflineEngine(ABC):
+    """An engine that is called: prompts in, results out. From chapter 1 on.
+
+    A subclass sets the three attributes and writes `stream`; the rest follows from it and may be replaced.
+    `stream`, and so everything built on it, may be called from several threads; a blocking engine holds a lock and
+    serves one after the other.
+    """
+
+    model_id: str
+    max_model_len: int
+    tokenizer: "Tokenizer"
+    max_waiting: int = 256  # the server's queue in front of a blocking engine
+
+    @abstractmethod
+    def stream(
+        self,
+        prompt: str | TokenIds,
+        max_new_tokens: int | None = None,
+        params: SamplingParams | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Iterator[Delta]:
+        """Generate one choice, a Delta a token.
+
+        prompt: text, encoded with the tokenizer's special tokens, or token ids [T], taken as they are.
+        max_new_tokens: replaces `params.max_tokens`.
+        cancel: once set, the stream ends within a second, without a finish_reason.
+
+        Raises RequestError before the first delta if the request can never be run.
+        """
+
+    def generate(
+        self,
+        prompt: str | TokenIds,
+        max_new_tokens: int | None = None,
+        params: SamplingParams | None = None,
+    ) -> GenerateResult:
+        """Generate one choice and return it whole. Raises what `stream` raises."""
+        return GenerateResult.from_deltas(list(self.stream(prompt, max_new_tokens, params)))
+
+    def generate_batch(
+        self, prompts: Sequence[str | TokenIds], params: SamplingParams | None = None
+    ) -> list[GenerateResult]:
+        """Generate `params.n` choices for each prompt; choice k of prompt i is at i * n + k.
+
+        Here one after the other. All prompts are checked before the first is run.
+        """
+        params = params or SamplingParams()
+        encoded = [self.encode_prompt(prompt) for prompt in prompts]
+        for token_ids in encoded:
+            self.check_request(token_ids, params)
+        return [self.generate(ids, params=params.for_choice(k)) for ids in encoded for k in range(params.n)]
+
+    def build_prompt(self, messages: Sequence[Message]) -> str:
+        """The whole conversation as the text that the model was trained on, ready for the assistant's answer."""
+        return self.tokenizer.apply_chat_template([message.for_template() for message in messages])
+
+    def encode_prompt(self, prompt: str | TokenIds) -> list[int]:
+        """Token ids [T] of a prompt in either form."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def check_request(self, token_ids: TokenIds, params: SamplingParams) -> None:
+        """Raise RequestError if this request could never be run, however long it waited."""
+        if not token_ids:
+            raise RequestError("the prompt is empty: send at least one token", param="prompt")
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.tokenizer.vocab_size:
+                raise RequestError(
+                    f"token id {token_id} is out of the vocabulary: ids go from 0 to {self.tokenizer.vocab_size - 1}",
+                    param="prompt",
+                )
+        least = 1 if params.max_tokens > 0 else 0  # one token must fit, or nothing could be generated
+        if len(token_ids) + least > self.max_model_len:
+            raise ContextLengthError(self.max_model_len, len(token_ids), least)
+
+
+class OnlineInterface(ABC):
+    """How the server talks to an engine. All methods are called on the event loop and never block it."""
+
+    observe_step: Callable[[float], None] = staticmethod(lambda seconds: None)  # the server counts steps with it
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start threads and ranks. After it, requests can be submitted."""
+
+    @abstractmethod
+    def submit(self, request_id: str, token_ids: TokenIds, params: SamplingParams) -> AsyncIterator[Delta]:
+        """Queue a request for `params.n` choices; the iterator yields the deltas of all of them as they come.
+
+        Raises RequestError, QueueFullError or EngineDeadError at once. The iterator may raise RequestFailedError or
+        EngineDeadError, and ends early after an abort.
+        """
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """Forget a request, in whatever state it is. An unknown or finished one is no error."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    def error(self) -> str | None:
+        """Why the engine can't serve requests, or None if it can."""
+
+    @abstractmethod
+    async def shutdown(self) -> None:
+        """End every open request and every thread and rank. Idempotent."""
+
+
+class BaseOnlineEngine(BaseOfflineEngine, OnlineInterface):
+    """An engine with a loop of its own, from chapter 9 on. `generate` and `generate_batch` work without a server too."""
+
+
+class DeltaStream:
+    """One request's deltas on their way from the engine's thread to one reader on the event loop.
+
+    `put` may be called from any thread; a Delta is yielded, an exception raised, None ends the stream.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
+
+    def put(self, item: Delta | Exception | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+        except RuntimeError:
+            pass  # the loop is closed: the server has stopped and nobody reads on
+
+    def __aiter__(self) -> "DeltaStream":
+        return self
+
+    async def __anext__(self) -> Delta:
+        item = await self._queue.get()
+        if item is None:
+            self._queue.put_nowait(None)  # the end stays the end, however often it is asked for
+            raise StopAsyncIteration
+        if isinstance(item, Exception):
+            self._queue.put_nowait(None)
+            raise item
+        return item
