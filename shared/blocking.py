@@ -1,6 +1,7 @@
 """Serve a blocking engine: one thread runs it, one request after the other, and the event loop stays free.
 
-It knows the contract only. A request that is cancelled while it waits costs nothing; one that runs stops within a second.
+It knows the contract only. A request that is cancelled while it waits costs nothing; one that runs stops within a
+second.
 
     submit -> queue -> engine thread: engine.stream(...) -> DeltaStream -> event loop
 """
@@ -117,7 +118,9 @@ class BlockingFrontend(OnlineInterface):
                 job.deltas.put(None)
 
     def stats(self) -> EngineStats:
-        waiting = sum(job.future is not None and not (job.future.running() or job.future.done()) for job in self._jobs.values())
+        waiting = sum(
+            job.future is not None and not (job.future.running() or job.future.done()) for job in self._jobs.values()
+        )
         return EngineStats(running=int(self._running), waiting=waiting)
 
     def error(self) -> str | None:

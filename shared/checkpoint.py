@@ -91,7 +91,7 @@ def load_transformers(config: EngineConfig) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()  # loading takes a second, and a server's log is no place for bars
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=config.torch_dtype(), local_files_only=True)
-        return model.to(config.torch_device()).eval()
+        return model.to(config.torch_device()).eval()  # type: ignore[arg-type]
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SetupError(f"MODEL={config.model}: transformers can't load it: {reason}") from None

@@ -9,148 +9,57 @@ import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
-from pydantic.dataclasses import dataclass as validated_dataclass
+from pydantic import BaseModel, model_validator
+
+from shared.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    RequestFailedError,
+    SetupError,
+    UnsupportedParameterError,
+)
+from shared.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from shared.tokenizer import Tokenizer
+
+__all__ = [
+    "BaseOfflineEngine",
+    "BaseOnlineEngine",
+    "ContentPart",
+    "ContextLengthError",
+    "Delta",
+    "DeltaStream",
+    "EngineDeadError",
+    "EngineError",
+    "EngineStats",
+    "FinishReason",
+    "GenerateResult",
+    "Message",
+    "OnlineInterface",
+    "QueueFullError",
+    "RequestError",
+    "RequestFailedError",
+    "RequestMetrics",
+    "SamplingParams",
+    "SetupError",
+    "TokenIds",
+    "TokenLogprob",
+    "UnsupportedParameterError",
+]
 
 FinishReason = Literal["stop", "length"]
 # Token ids. A str is a Sequence too, so a function that takes both asks `isinstance(prompt, str)` first.
 TokenIds = Sequence[int]
 
-# --- what can be refused ----------------------------------------------------------------------------------------------
-
-
-class SetupError(SystemExit):
-    """The engine can't start: one line that names the thing and the mend.
-
-    A SystemExit, so that a script or `uvicorn 05_server:app` that doesn't catch it prints the line, without a
-    traceback, and exits with status 1.
-    """
-
-
-class EngineError(Exception):
-    """Anything an engine says about one request or about itself."""
-
-
-class RequestError(EngineError, ValueError):
-    """The request can never be run. `param` names the parameter at fault, `code` the kind of fault."""
-
-    code: str | None = None
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class UnsupportedParameterError(RequestError):
-    """The request asks for something that this engine can't do."""
-
-    code = "unsupported_parameter"
-
-
-class ContextLengthError(RequestError):
-    """The prompt, or the prompt and the tokens asked for, are longer than the model's context."""
-
-    code = "context_length_exceeded"
-
-    def __init__(self, max_model_len: int, prompt_tokens: int, completion_tokens: int) -> None:
-        # Clients find out that a prompt was too long by matching on these words: keep them.
-        super().__init__(
-            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
-            f"{prompt_tokens + completion_tokens} tokens ({prompt_tokens} in the messages, {completion_tokens} in the "
-            "completion): prompt is too long or max_tokens too large (context_length_exceeded)."
-        )
-
-
-class QueueFullError(EngineError):
-    """There is no room in the waiting queue now. The same request may be accepted later."""
-
-
-class RequestFailedError(EngineError):
-    """The engine took the request and failed inside it. Other requests go on."""
-
-
-class EngineDeadError(EngineError):
-    """The engine isn't running: not started yet, stopping, or its loop has died."""
-
-
 # --- what an engine takes ---------------------------------------------------------------------------------------------
-
-# Each parameter's type and range, in one place: SamplingParams and the HTTP requests are both made of these.
-Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
-Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-RepetitionPenalty = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-TopK = Annotated[int, Field(ge=-1)]
-Choices = Annotated[int, Field(ge=1, le=8)]
-TopLogprobs = Annotated[int, Field(ge=0, le=20)]
-
-
-def _stop_strings(value: Any) -> Any:
-    """None -> [], "a" -> ["a"], and without empty strings, which would stop every request at once."""
-    strings = [] if value is None else [value] if isinstance(value, str) else value
-    return [s for s in strings if s != ""] if isinstance(strings, list | tuple) else strings
-
-
-StopStrings = Annotated[tuple[str, ...], BeforeValidator(_stop_strings)]
-
-
-@validated_dataclass(frozen=True)
-class SamplingParams:
-    """How the next token is chosen and when to stop. Raises pydantic.ValidationError (a ValueError) if out of range.
-
-    temperature          0 is greedy: the most likely token, whatever else is set
-    top_p                nucleus: the smallest set of tokens whose probability sums to top_p; 0 is greedy too
-    max_tokens           tokens to generate at most; 0 only scores the prompt
-    top_k                the k most likely tokens; 0 and -1 mean all
-    min_p                tokens at least min_p times as likely as the most likely one
-    seed                 the same seed gives the same text; any int, its low 64 bits count
-    stop                 generation ends before the first of these strings
-    n                    choices for the prompt; choice k uses seed + k
-    presence_penalty     taken once from the logit of each token generated so far
-    frequency_penalty    taken as often as the token was generated
-    repetition_penalty   divides the logits of all tokens seen, prompt included (CTRL paper, section 4.1)
-    logprobs             None, or how many of the most likely tokens are reported beside each chosen one
-    prompt_logprobs      the same for the tokens of the prompt
-    ignore_eos           treat end-of-sequence tokens as any other
-    min_tokens           no end-of-sequence token and no stop string before this many tokens
-    """
-
-    temperature: Temperature = 0.0
-    top_p: Probability = 1.0
-    max_tokens: Annotated[int, Field(ge=0)] = 100
-    top_k: TopK = 0
-    min_p: Probability = 0.0
-    seed: int | None = None
-    stop: StopStrings = ()
-    n: Choices = 1
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
-    logprobs: TopLogprobs | None = None
-    prompt_logprobs: TopLogprobs | None = None
-    ignore_eos: bool = False
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-
-    @model_validator(mode="after")
-    def _check_min_tokens(self) -> "SamplingParams":
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) must not be greater than max_tokens ({self.max_tokens})")
-        return self
-
-    @property
-    def greedy(self) -> bool:
-        # Below 1e-5 the division by the temperature would overflow float32, and the draw is all but certain.
-        return self.temperature < 1e-5 or self.top_p == 0
-
-    def for_choice(self, k: int) -> "SamplingParams":
-        """The parameters of choice `k` of `n` alone."""
-        return replace(self, n=1, seed=None if self.seed is None else self.seed + k)
 
 
 class ContentPart(BaseModel):
@@ -231,13 +140,15 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids if asked for
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on a choice's first delta; nothing precedes token 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = (
+        None  # on a choice's first delta; nothing precedes token 0
+    )
     index: int = 0  # the choice
 
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """One finished choice. `text` has no stop string and no special token; `token_ids` has the end-of-sequence token."""
+    """One finished choice. `text` has no stop string and no special token, `token_ids` has all tokens."""
 
     text: str
     token_ids: list[int]
@@ -250,7 +161,8 @@ class GenerateResult:
     def from_deltas(cls, deltas: Sequence[Delta]) -> "GenerateResult":
         """Join all deltas of one choice, the last of which has a finish_reason."""
         last, prompt_logprobs = deltas[-1], deltas[0].prompt_logprobs
-        assert last.finish_reason is not None and last.metrics is not None, "the choice isn't finished"
+        assert last.finish_reason is not None, "the choice isn't finished"
+        assert last.metrics is not None
         logprobs = [entry for delta in deltas for entry in delta.logprobs]
         return cls(
             text="".join(delta.text for delta in deltas),
@@ -386,7 +298,7 @@ class OnlineInterface(ABC):
 
 
 class BaseOnlineEngine(BaseOfflineEngine, OnlineInterface):
-    """An engine with a loop of its own, from chapter 9 on. `generate` and `generate_batch` work without a server too."""
+    """An engine with a loop of its own, from chapter 9 on. It is still usable offline, without a server."""
 
 
 class DeltaStream:
@@ -400,10 +312,8 @@ class DeltaStream:
         self._queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
 
     def put(self, item: Delta | Exception | None) -> None:
-        try:
+        with suppress(RuntimeError):  # the loop is closed: the server has stopped and nobody reads on
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-        except RuntimeError:
-            pass  # the loop is closed: the server has stopped and nobody reads on
 
     def __aiter__(self) -> "DeltaStream":
         return self

@@ -27,7 +27,8 @@ def load_script(path: str | Path) -> ModuleType:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such script")
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -100,10 +100,9 @@ def _penalise(scores: Tensor, seq: Sequence) -> None:
 
 def _draw(scores: Tensor, sequences: Rows[Sequence], ordered: bool) -> list[int]:
     """Draw one token for each row of scores [R, V]."""
-    column = {"device": scores.device, "dtype": torch.float32}
     params = [seq.params for seq in sequences]
-    temperature = torch.tensor([p.temperature for p in params], **column)[:, None]
-    min_p = torch.tensor([p.min_p for p in params], **column)[:, None]
+    temperature = torch.tensor([p.temperature for p in params], device=scores.device)[:, None]
+    min_p = torch.tensor([p.min_p for p in params], device=scores.device)[:, None]
     # Largest first subtracted, so that a low temperature can't overflow.
     probs = ((scores - scores.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)  # [R, V]
     token_ids = None

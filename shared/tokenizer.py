@@ -8,9 +8,10 @@ It knows nothing of sampling, streaming or HTTP. Tokenisation itself is the toke
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from shared.engine import RequestError, SetupError
@@ -29,7 +30,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         try:
-            self.hf: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.hf: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise SetupError(f"{folder}: no tokenizer could be loaded: {_first_line(error)}") from None
         if not hasattr(self.hf, "backend_tokenizer"):
@@ -65,6 +66,11 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise RequestError(f"the model's chat template refused the messages: {error}", param="messages") from None
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` leaves this token out."""
+        token = self.hf.added_tokens_decoder.get(token_id)
+        return token is not None and token.special
+
     def _token_bytes(self, token_id: int) -> bytes:
         """The bytes that this one token stands for. A token may be a part of a character, so its text can't be told."""
         token = self.hf.convert_ids_to_tokens(token_id)
@@ -79,7 +85,7 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
 
-def _eos_token_ids(hf: PreTrainedTokenizerFast, folder: Path) -> frozenset[int]:
+def _eos_token_ids(hf: Any, folder: Path) -> frozenset[int]:
     ids = {hf.eos_token_id}
     if (folder / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id

@@ -1,0 +1,188 @@
+"""The engine's side of one HTTP request: its prompts are submitted together, read as one stream, and ended together.
+
+It knows the online interface and the metrics; it knows nothing of JSON or HTTP.
+
+    prompts -> engine.submit, once a prompt -> deltas of all, merged -> choice index = prompt index * n + k
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+from shared.engine import (
+    Delta,
+    EngineError,
+    GenerateResult,
+    OnlineInterface,
+    RequestError,
+    RequestFailedError,
+    RequestMetrics,
+    SamplingParams,
+)
+from shared.metrics import ServerMetrics
+
+
+@dataclass
+class _Choice:
+    """What has come of one choice so far."""
+
+    tokens: int = 0
+    first_at: float = 0.0
+    finished: bool = False
+    cached_tokens: int | None = None
+
+
+class Generation:
+    """All choices for all prompts of one request. `close` must be called at the end, whatever happened.
+
+    prompts: token ids of each prompt; params: the parameters of each, all with the same n.
+    Submits everything or nothing: raises what `engine.submit` raises.
+    """
+
+    def __init__(
+        self,
+        engine: OnlineInterface,
+        metrics: ServerMetrics,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+    ) -> None:
+        self.prompts = prompts
+        self.n = params[0].n
+        self._engine, self._metrics = engine, metrics
+        self._choices = [_Choice() for _ in range(len(prompts) * self.n)]
+        self._began = time.perf_counter()
+        self._failed = False
+        self._ids = [f"{request_id}-{i}" for i in range(len(prompts))]
+        streams = []
+        try:
+            for engine_id, prompt, p in zip(self._ids, prompts, params, strict=True):
+                streams.append(engine.submit(engine_id, prompt, p))
+        except EngineError:
+            for engine_id in self._ids:
+                engine.abort(engine_id)
+            metrics.requests.labels("rejected").inc(len(self._choices))
+            raise
+        self._deltas = self._observed(_merged(streams))
+        self._peeked: list[Delta] = []
+
+    async def peek(self) -> bool:
+        """Wait for the first delta, so that an error before it can still become an HTTP status."""
+        self._peeked.append(await anext(self._deltas))
+        return True
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Every delta of every choice, its `index` counted over all prompts. Raises EngineError."""
+        for delta in self._peeked:
+            yield delta
+        async for delta in self._deltas:
+            yield delta
+
+    async def results(self) -> list[GenerateResult]:
+        """Wait for all choices, in order of their index. Raises EngineError."""
+        deltas: dict[int, list[Delta]] = defaultdict(list)
+        async for delta in self.deltas():
+            deltas[delta.index].append(delta)
+        return [GenerateResult.from_deltas(deltas[index]) for index in range(len(self._choices))]
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's usage: each prompt counted once, the completions of all choices summed."""
+        prompt_tokens = sum(len(prompt) for prompt in self.prompts)
+        completion_tokens = sum(choice.tokens for choice in self._choices)
+        usage: dict[str, object] = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+        cached = [choice.cached_tokens for choice in self._choices[:: self.n]]
+        if any(tokens is not None for tokens in cached):
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(tokens or 0 for tokens in cached)}
+        return usage
+
+    def summary(self, results: Sequence[GenerateResult]) -> RequestMetrics:
+        """The engine's metrics of a single choice; of several, their sums and the rate of them all."""
+        if len(results) == 1:
+            return results[0].metrics
+        output_tokens = sum(choice.tokens for choice in self._choices)
+        return RequestMetrics(
+            input_tokens=sum(len(prompt) for prompt in self.prompts),
+            output_tokens=output_tokens,
+            throughput=round(output_tokens / (time.perf_counter() - self._began), 3),
+        )
+
+    async def close(self) -> None:
+        """Abort what still runs and count how it ended."""
+        for engine_id in self._ids:
+            self._engine.abort(engine_id)
+        await self._deltas.aclose()  # type: ignore[attr-defined]
+        unfinished = sum(not choice.finished for choice in self._choices)
+        if unfinished:
+            self._metrics.requests.labels("error" if self._failed else "aborted").inc(unfinished)
+            for choice in self._choices:
+                choice.finished = True
+
+    async def _observed(self, merged: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[Delta]:
+        """Count each delta on its way, and make sure that no choice ends without a finish_reason."""
+        try:
+            async for prompt, delta in merged:
+                delta = replace(delta, index=prompt * self.n + delta.index)
+                self._observe(delta)
+                yield delta
+            if not all(choice.finished for choice in self._choices):
+                raise RequestFailedError("the engine ended the request before it was finished")
+        except EngineError as error:
+            self._failed = not isinstance(error, RequestError)
+            raise
+        finally:
+            await merged.aclose()  # type: ignore[attr-defined]
+
+    def _observe(self, delta: Delta) -> None:
+        now, metrics, choice = time.perf_counter(), self._metrics, self._choices[delta.index]
+        if not choice.first_at:
+            choice.first_at = now
+            metrics.ttft.observe(now - self._began)
+            if delta.index % self.n == 0:
+                metrics.prompt_tokens.inc(len(self.prompts[delta.index // self.n]))
+        choice.tokens += len(delta.token_ids)
+        metrics.generation_tokens.inc(len(delta.token_ids))
+        if delta.finish_reason is not None:
+            choice.finished = True
+            choice.cached_tokens = delta.metrics.cached_tokens if delta.metrics else None
+            metrics.requests.labels(delta.finish_reason).inc()
+            metrics.e2e.observe(now - self._began)
+            if choice.tokens > 1:
+                metrics.tpot.observe((now - choice.first_at) / (choice.tokens - 1))
+
+
+async def _merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple[int, Delta]]:
+    """(stream number, delta) of all streams as they come. The first error ends it."""
+    if len(streams) == 1:  # the usual case needs no tasks
+        async for delta in streams[0]:
+            yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncIterator[Delta]) -> None:
+        try:
+            async for delta in stream:
+                queue.put_nowait((number, delta))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        still_open = len(tasks)
+        while still_open:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                still_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
