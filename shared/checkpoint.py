@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from shared.config import BUNDLED_MODEL, EngineConfig
-from shared.engine import SetupError
+from shared.errors import SetupError, first_line
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
@@ -47,11 +47,10 @@ def _download(hub_id: str) -> Path:
         wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
         return Path(snapshot_download(hub_id, allow_patterns=wanted))
     except Exception as error:  # the hub's client raises a dozen kinds: offline, not found, gated, disk full, ...
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SetupError(
-            f"MODEL={hub_id}: there is no such folder, and the hub gave none ({type(error).__name__}: {reason}). "
+            f"MODEL={hub_id}: there is no such folder, and the hub gave none ({first_line(error)}). "
             "Check the name and the network, or give a local folder."
-        ) from None
+        ) from error
 
 
 def model_id(model: str) -> str:
@@ -64,8 +63,8 @@ def load_config(folder: Path) -> PretrainedConfig:
     """The checkpoint's config.json. Raises SetupError if transformers doesn't know the architecture."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise SetupError(f"{folder}: config.json can't be used: {str(error).strip().splitlines()[0]}") from None
+    except Exception as error:
+        raise SetupError(f"{folder}: config.json can't be used: {first_line(error)}") from error
 
 
 def model_context_length(folder: Path) -> int:
@@ -92,6 +91,5 @@ def load_transformers(config: EngineConfig) -> PreTrainedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=config.torch_dtype(), local_files_only=True)
         return model.to(config.torch_device()).eval()  # type: ignore[arg-type]
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SetupError(f"MODEL={config.model}: transformers can't load it: {reason}") from None
+    except Exception as error:  # a foreign checkpoint can be broken in as many ways as there are libraries below
+        raise SetupError(f"MODEL={config.model}: transformers can't load it: {first_line(error)}") from error

@@ -10,6 +10,11 @@ EngineDeadError                 the engine isn't running           503
 """
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its kind if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class SetupError(SystemExit):
     """The engine can't start: one line that names the thing and the mend.
 

@@ -14,7 +14,7 @@ import jinja2
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from shared.engine import RequestError, SetupError
+from shared.errors import RequestError, SetupError, first_line
 
 _CHAR_TO_BYTE = {char: byte for byte, char in bytes_to_unicode().items()}
 
@@ -31,8 +31,8 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise SetupError(f"{folder}: no tokenizer could be loaded: {_first_line(error)}") from None
+        except Exception as error:  # a broken file can fail in any library below
+            raise SetupError(f"{folder}: no tokenizer could be loaded: {first_line(error)}") from error
         if not hasattr(self.hf, "backend_tokenizer"):
             raise SetupError(f"{folder}: its tokenizer has no tokenizer.json. Convert it to a fast tokenizer first.")
         self.vocab_size = max(self.hf.get_vocab().values()) + 1
@@ -91,7 +91,3 @@ def _eos_token_ids(hf: Any, folder: Path) -> frozenset[int]:
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
         ids.update(eos if isinstance(eos, list) else [eos])
     return frozenset(token_id for token_id in ids if token_id is not None)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
