@@ -1,4 +1,4 @@
-"""The contract: parameters that check themselves, results, settings, scripts that load, chapters that show their engine."""
+"""The contract: parameters that check themselves, results, settings, scripts that load, imports that go one way."""
 
 import ast
 import re

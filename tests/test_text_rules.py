@@ -70,7 +70,7 @@ def test_a_stop_string_inside_a_character_boundary():
 
 
 def test_a_stop_string_completed_by_the_last_flush_still_stops():
-    texts, result = run(b"ab\xf0\x9f", max_tokens=4, stop=["\ufffd"])
+    _, result = run(b"ab\xf0\x9f", max_tokens=4, stop=["\ufffd"])
     assert (result.text, result.finish_reason) == ("ab", "stop")
 
 

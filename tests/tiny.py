@@ -1,10 +1,12 @@
-"""Small stand-ins for a real model: a byte tokenizer, a tiny random checkpoint, and a model that says what it is told.
+"""Small stand-ins for a real model: a byte tokenizer, a tiny random checkpoint, and engines that follow a script.
 
 They keep the logic's tests fast and their values workable by hand: a token is a byte, and its id is the byte's value.
 """
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +18,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from shared.blocking import OneAtATime
-from shared.engine import BaseOfflineEngine, Delta, SamplingParams, TokenIds
+from shared.engine import (
+    BaseOfflineEngine,
+    BaseOnlineEngine,
+    Delta,
+    DeltaStream,
+    EngineDeadError,
+    EngineStats,
+    QueueFullError,
+    RequestFailedError,
+    SamplingParams,
+    TokenIds,
+)
 from shared.sampler import sample, token_logprobs
 from shared.sequence import Sequence
 from shared.tokenizer import Tokenizer
@@ -138,3 +151,75 @@ class ScriptedEngine(BaseOfflineEngine):
                     yield seq.append(token_id, logprob)
             finally:
                 self._running -= 1
+
+
+class FakeOnlineEngine(ScriptedEngine, BaseOnlineEngine):
+    """An online engine in miniature: every request is a task on the event loop, so all of them run at once.
+
+    `gate` and `fail_at` are as in ScriptedEngine. At most `max_running` run; up to `max_waiting` more wait.
+    """
+
+    model_id = "online"
+
+    def __init__(self, script: bytes | str = b"", max_running: int = 4, max_waiting: int = 2) -> None:
+        super().__init__(script)
+        self.max_waiting = max_waiting
+        self.aborted: list[str] = []
+        self.max_running = max_running
+        self._tasks: dict[str, tuple[asyncio.Task[None], DeltaStream]] = {}  # oldest first
+        self._error: str | None = "the engine hasn't started"
+
+    async def start(self) -> None:
+        self._error = None
+
+    def submit(self, request_id: str, token_ids: TokenIds, params: SamplingParams) -> DeltaStream:
+        if self._error is not None:
+            raise EngineDeadError(self._error)
+        self.check_request(token_ids, params)
+        if len(self._tasks) >= self.max_running + self.max_waiting:
+            raise QueueFullError("the queue is full")
+        deltas = DeltaStream()
+        self._tasks[request_id] = asyncio.create_task(self._run(request_id, list(token_ids), params, deltas)), deltas
+        return deltas
+
+    async def _run(self, request_id: str, token_ids: list[int], params: SamplingParams, deltas: DeltaStream) -> None:
+        try:
+            while request_id not in list(self._tasks)[: self.max_running]:
+                await asyncio.sleep(0.005)
+            sequences = [Sequence(token_ids, params.for_choice(k), self.tokenizer, 1000) for k in range(params.n)]
+            while not all(seq.finished for seq in sequences):
+                while self.gate is not None and not self.gate.acquire(blocking=False):
+                    await asyncio.sleep(0.005)
+                for k, seq in enumerate(sequences):
+                    if self.fail_at == len(seq.output_ids):
+                        raise RequestFailedError("the request failed, as scripted")
+                    [(token_id, logprob)] = sample(self.logits(len(seq.output_ids)), [seq])
+                    deltas.put(replace(seq.append(token_id, logprob), index=k))
+                await asyncio.sleep(0)
+        except RequestFailedError as error:
+            deltas.put(error)
+        finally:
+            deltas.put(None)
+            self._tasks.pop(request_id, None)
+
+    def abort(self, request_id: str) -> None:
+        task, _ = self._tasks.pop(request_id, (None, None))
+        if task is not None:
+            self.aborted.append(request_id)
+            task.cancel()
+
+    def die(self) -> None:
+        """What a loop that dies does: every request ends with an error at once."""
+        self._error = "the engine's loop has died"
+        for _, deltas in list(self._tasks.values()):
+            deltas.put(EngineDeadError(self._error))
+
+    def stats(self) -> EngineStats:
+        running = min(len(self._tasks), self.max_running)
+        return EngineStats(running, len(self._tasks) - running, kv_blocks_used=3, kv_blocks_total=8, preemptions=0)
+
+    def error(self) -> str | None:
+        return self._error
+
+    async def shutdown(self) -> None:
+        self.die()
