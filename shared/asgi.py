@@ -233,6 +233,7 @@ async def with_pings(events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes
                 return
             finally:
                 following.cancel()
+                await asyncio.wait({following})  # a generator that still runs can't be closed
             yield data
     finally:
         await events.aclose()
