@@ -37,7 +37,7 @@ help:
 	  { echo "No virtual environment could be made. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@touch $@
 
-.venv/.installed: .venv/.made pyproject.toml constraints.txt
+.venv/.installed: .venv/.made pyproject.toml constraints.txt $(wildcard ch*/__init__.py)
 	@$(INSTALL) --editable . || \
 	  { echo "The packages couldn't be installed: check the network and the free disk space, and run it again." >&2; exit 1; }
 	@touch $@

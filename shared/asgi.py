@@ -63,12 +63,20 @@ def _handle_http_exception(request: Request, error: HTTPException) -> Response:
 
 def _handle_validation_error(request: Request, error: RequestValidationError) -> Response:
     # FastAPI's own answer repeats the input, which may hold what JSON can't: NaN, lone surrogates, raw bytes.
-    detail = [{key: value for key, value in e.items() if key in ("type", "loc", "msg")} for e in error.errors()]
-    place = [str(part) for part in detail[0]["loc"] if part != "body"]
-    param = ".".join(place) or "body"
-    message = f"{param}: {detail[0]['msg']}"
-    if request.headers.get("content-type", "").split(";")[0] != "application/json" and not place:
-        message = "send the request as JSON, with the header Content-Type: application/json"
+    errors = error.errors()
+    detail = [{key: value for key, value in e.items() if key in ("type", "loc", "msg")} for e in errors]
+    first, context = detail[0], errors[0].get("ctx", {})
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        param, message = "body", f"the body isn't valid JSON: {context['error']}"
+    elif first["type"] == "contradiction":
+        param, message = context["param"], first["msg"]
+    elif place:
+        param, message = place[0], f"{'.'.join(place)}: {first['msg']}"
+    else:
+        param, message = "body", first["msg"]
+        if request.headers.get("content-type", "").split(";")[0] != "application/json":
+            message = "send the request as JSON, with the header Content-Type: application/json"
     return JSONResponse(error_body(message, param=param) | {"detail": detail}, 422)
 
 

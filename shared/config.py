@@ -41,10 +41,10 @@ class EngineConfig(BaseSettings):
 
     model_config = SettingsConfigDict(env_ignore_empty=True, extra="ignore", frozen=True)
 
-    model: str = Field(BUNDLED_MODEL, description="the bundled model, a local folder, or a hub id")
-    device: str = Field("auto", description="auto (cuda, then cpu), cpu, cuda, cuda:N or mps")
+    model: str = Field(default=BUNDLED_MODEL, description="the bundled model, a local folder, or a hub id")
+    device: str = Field(default="auto", description="auto (cuda, then cpu), cpu, cuda, cuda:N or mps")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    max_model_len: int | None = Field(None, ge=2, description="context length in tokens; default: the model's own")
+    max_model_len: int | None = Field(default=None, ge=2, description="tokens; default: the model's own")
 
     def __init__(self, **values: object) -> None:
         try:

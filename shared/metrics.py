@@ -45,7 +45,12 @@ class ServerMetrics:
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(stats))
-        self.requests = Counter("engine_requests", "Finished choices by outcome", ["outcome"], registry=self._registry)
+        self.requests = Counter(
+            "engine_requests",
+            "Choices by outcome; rejected: not taken into the queue",
+            ["outcome"],
+            registry=self._registry,
+        )
         for outcome in OUTCOMES:
             self.requests.labels(outcome)  # shown as 0 from the start
         self.prompt_tokens = self._counter("engine_prompt_tokens", "Prompt tokens computed or found in the cache")

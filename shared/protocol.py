@@ -8,7 +8,8 @@ It knows the contract's parameter types and turns a request into SamplingParams;
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, StrictInt, model_validator
+from pydantic_core import PydanticCustomError
 
 from shared.engine import ContextLengthError, Message, SamplingParams, UnsupportedParameterError
 from shared.sampling_params import (
@@ -24,6 +25,16 @@ from shared.sampling_params import (
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
+
+
+def contradiction(param: str, message: str) -> PydanticCustomError:
+    """The error of a validator that looks at several fields; `param` is the one to mend."""
+    return PydanticCustomError("contradiction", "{message}", {"param": param, "message": message})
+
+
+def _off_if_false(value: Any) -> Any:
+    """Chat has logprobs as a bool: a client that sends false here too doesn't mean 0."""
+    return None if value is False else value
 
 
 class _Object(BaseModel):
@@ -81,7 +92,7 @@ class _GenerationRequest(_Object):
     @model_validator(mode="after")
     def _check_min_tokens(self) -> "_GenerationRequest":
         if self.min_tokens > self.limit():
-            raise ValueError(f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.limit()})")
+            raise contradiction("min_tokens", f"min_tokens ({self.min_tokens}) is over max_tokens ({self.limit()})")
         return self
 
     def check_supported(self) -> None:
@@ -123,7 +134,7 @@ class ChatRequest(_GenerationRequest):
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise contradiction("top_logprobs", "top_logprobs needs logprobs to be true")
         return self
 
     def limit(self) -> int:
@@ -153,17 +164,17 @@ class ChatRequest(_GenerationRequest):
 class CompletionRequest(_GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]
     max_tokens: AtLeastZero = 16
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: Annotated[int | None, Field(ge=0, le=5), BeforeValidator(_off_if_false)] = None
     suffix: str | None = None
     best_of: AtLeastOne = 1
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens must be at least 1 unless echo is true")
+            raise contradiction("max_tokens", "max_tokens must be at least 1 unless echo is true")
         return self
 
     def prompts(self) -> list[str | list[int]]:

@@ -10,7 +10,7 @@ import torch
 from ch01_baseline.engine import BaselineEngine
 from shared.config import EngineConfig
 from shared.engine import Message, SamplingParams, SetupError
-from tests.tiny import IM_END
+from tests.tiny import IM_END, greedy_by_transformers
 
 PROMPTS = ["a", "Hello", "hi 😀é", "The quick brown fox jumps over the lazy dog. " * 2]
 
@@ -25,30 +25,17 @@ def real_engine(real_model):
     return BaselineEngine(EngineConfig(model=real_model))
 
 
-def reference(engine, token_ids: list[int], max_new_tokens: int) -> list[int]:
-    """What transformers itself generates, greedily, with its own cache."""
-    output = engine.model.generate(
-        torch.tensor([token_ids]),
-        attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=sorted(engine.tokenizer.eos_token_ids),
-        pad_token_id=0,
-    )
-    return output[0, len(token_ids) :].tolist()
-
-
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_tokens_equal_transformers_greedy_generate(engine, prompt: str):
     token_ids = engine.encode_prompt(prompt)
-    assert engine.generate(prompt, 24).token_ids == reference(engine, token_ids, 24)
+    assert engine.generate(prompt, 24).token_ids == greedy_by_transformers(engine, token_ids, 24)
 
 
 @pytest.mark.parametrize("question", ["Hello", "What is the capital of France?", "Count: 1, 2, 3,"])
 def test_tokens_of_the_real_model_equal_transformers(real_engine, question: str):
     prompt = real_engine.build_prompt([Message(role="user", content=question)])
     token_ids = real_engine.encode_prompt(prompt)
-    assert real_engine.generate(prompt, 12).token_ids == reference(real_engine, token_ids, 12)
+    assert real_engine.generate(prompt, 12).token_ids == greedy_by_transformers(real_engine, token_ids, 12)
 
 
 def test_the_real_model_answers(real_engine):

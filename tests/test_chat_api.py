@@ -283,9 +283,9 @@ def test_what_can_not_be_honoured_is_refused_by_name(scripted, fields: dict, par
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": "Hello"}, "messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
@@ -304,24 +304,29 @@ def test_what_can_not_be_honoured_is_refused_by_name(scripted, fields: dict, par
         ({"stop": {"a": 1}}, "stop"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
     ],
 )
 def test_what_is_out_of_range_is_422_with_its_place(scripted, fields: dict, param: str):
     response = post(scripted[1], **fields)
     assert response.status_code == 422
     body = response.json()
-    assert body["error"]["param"].startswith(param)
+    assert body["error"]["param"] == param
+    assert body["error"]["message"].startswith(param)
     assert body["error"]["code"] is None
     assert all(set(entry) == {"type", "loc", "msg"} for entry in body["detail"])
     assert body["detail"][0]["loc"][0] == "body"
 
 
-@pytest.mark.parametrize("fields", [{"min_tokens": 9, "max_tokens": 8}, {"top_logprobs": 2}])
-def test_parameters_that_contradict_each_other_are_422(scripted, fields: dict):
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"min_tokens": 9, "max_tokens": 8}, "min_tokens"), ({"top_logprobs": 2}, "top_logprobs")]
+)
+def test_parameters_that_contradict_each_other_are_422(scripted, fields: dict, param: str):
+    """A validator that sees several fields has no place of its own to report."""
     response = post(scripted[1], **fields)
     assert response.status_code == 422
-    assert "min_tokens" in response.text or "top_logprobs" in response.text
+    assert response.json()["error"]["param"] == param
+    assert response.json()["error"]["message"].startswith(param)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -73,6 +73,9 @@ def test_what_is_no_good_json_is_422(scripted, path: str, body: bytes):
     response = requests.post(scripted[1] + path, data=body, headers={"Content-Type": "application/json"}, timeout=20)
     assert response.status_code == 422
     assert error_of(response)["type"] == "invalid_request_error"
+    if response.json()["detail"][0]["type"] == "json_invalid":
+        assert "isn't valid JSON: " in error_of(response)["message"]
+        assert error_of(response)["param"] == "body"
     assert all(set(entry) == {"type", "loc", "msg"} for entry in response.json()["detail"])
 
 

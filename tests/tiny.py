@@ -79,6 +79,19 @@ def save_tiny_checkpoint(folder: Path, max_position_embeddings: int = 128) -> Pa
     return folder
 
 
+def greedy_by_transformers(engine: BaseOfflineEngine, token_ids: list[int], max_new_tokens: int) -> list[int]:
+    """What transformers itself generates with the model of chapter 1's engine, greedily and with its own cache."""
+    output = engine.model.generate(  # type: ignore[attr-defined]
+        torch.tensor([token_ids]),
+        attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=sorted(engine.tokenizer.eos_token_ids),
+        pad_token_id=0,
+    )
+    return output[0, len(token_ids) :].tolist()
+
+
 @lru_cache(maxsize=1)
 def byte_tokenizer() -> Tokenizer:
     with TemporaryDirectory() as folder:
