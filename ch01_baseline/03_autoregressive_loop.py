@@ -1,6 +1,6 @@
 """The loop that makes text: predict one token, append it, do it all again. And why that gets slower and slower.
 
-    python 03_autoregressive_loop.py: prompt -> forward -> choose -> append -> forward -> ...; a figure in results/
+python 03_autoregressive_loop.py: prompt -> forward -> choose -> append -> forward -> ...; a figure in results/
 """
 
 import statistics
@@ -57,7 +57,9 @@ def show_growth(engine: BaselineEngine) -> None:
         medians.append(statistics.median(seconds) * 1e3)
         print(f"   {T:>4} tokens: {medians[-1]:>5.0f} ms")
     slope = (medians[-1] - medians[0]) / (CONTEXTS[-1] - CONTEXTS[0])
-    print(f"\n   Every token that is there adds {slope:.1f} ms to every later one: a text of n tokens costs about n²/2 of")
+    print(
+        f"\n   Every token that is there adds {slope:.1f} ms to every later one: a text of n tokens costs about n²/2 of"
+    )
     print("   them. Nothing that was computed for the earlier tokens has changed. Chapter 5 keeps it.")
     draw(medians)
     print(f"\n   Figure: {FIGURE}")

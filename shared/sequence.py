@@ -46,7 +46,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self._detokenizer = Detokenizer(tokenizer)
         self._stop = StopMatcher(params.stop)
-        self._start = time.perf_counter()
+        self.started_at = time.perf_counter()
+        self.first_token_at: float | None = None
 
     @classmethod
     def for_request(
@@ -79,6 +80,8 @@ class Sequence:
         """Take the next token and say what it adds. The last Delta has a finish_reason and the metrics."""
         assert not self.finished, "a finished sequence takes no more tokens"
         self.output_ids.append(token_id)
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
         ended = token_id in self.eos_token_ids and not self.params.ignore_eos
         text = "" if ended else self._detokenizer.push(token_id)
         if len(self.output_ids) >= self.params.min_tokens:
@@ -111,7 +114,7 @@ class Sequence:
 
     def metrics(self) -> RequestMetrics:
         """What the sequence has cost so far."""
-        seconds = time.perf_counter() - self._start
+        seconds = time.perf_counter() - self.started_at
         return RequestMetrics(
             input_tokens=len(self.prompt_ids),
             output_tokens=len(self.output_ids),

@@ -1,0 +1,167 @@
+"""What this machine is, and what it could do at best: the two limits that every measurement is held against.
+
+Decoding one request reads all weights once a token, so memory bandwidth bounds it; prefill multiplies every weight with
+every token, so arithmetic bounds it. It knows no engine; a model is a number of weights to it.
+
+    device -> measure_bandwidth, measure_flops -> limits -> tokens/s
+    process id -> PeakMemory -> bytes
+"""
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import torch
+
+BUFFER_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}  # far more than the caches hold
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a model of `weight_bytes` could reach on a device with this bandwidth [bytes/s] and FLOP/s.
+
+    decode_tokens_per_s: at batch 1, each token reads all weights.
+    prefill_tokens_per_s: each weight costs a multiplication and an addition a token.
+    """
+
+    bandwidth: float
+    flops: float
+    weight_bytes: int
+    decode_tokens_per_s: float
+    prefill_tokens_per_s: float
+
+
+def limits(
+    weight_count: int, dtype: torch.dtype, device: torch.device | str = "cpu", weight_bytes: int | None = None
+) -> Limits:
+    """Measure the device and say what it allows a model of `weight_count` weights; takes a second or two.
+
+    weight_bytes: the weights' size in memory if `dtype` doesn't tell it, as with quantised ones.
+    """
+    bandwidth, flops = measure_bandwidth(device), measure_flops(device, dtype)
+    weight_bytes = weight_bytes or weight_count * dtype.itemsize
+    return Limits(bandwidth, flops, weight_bytes, bandwidth / weight_bytes, flops / (2 * weight_count))
+
+
+def measure_bandwidth(device: torch.device | str = "cpu") -> float:
+    """Bytes/s at which the device reads memory: the best of several matrix-vector products, as decoding is made of."""
+    device = torch.device(device)
+    columns = 8192
+    rows = BUFFER_BYTES.get(device.type, BUFFER_BYTES["cpu"]) // (4 * columns)
+    matrix = torch.ones(rows, columns, device=device)  # not torch.empty: an untouched page isn't in memory at all
+    vector = torch.ones(columns, device=device)
+    matrix @ vector  # the first call starts threads and loads kernels
+    return matrix.nbytes / min(seconds_of(lambda: matrix @ vector, device) for _ in range(8))
+
+
+def measure_flops(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """FLOP/s of products of two n by n matrices, 2 n^3 operations: the best of growing n, for about a second."""
+    device = torch.device(device)
+    ends, n, fastest = time.perf_counter() + 1.0, 256, 0.0
+    while True:
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        seconds = min(seconds_of(partial(torch.matmul, a, b), device) for _ in range(3))
+        fastest = max(fastest, 2 * n**3 / seconds)
+        if n >= 8192 or time.perf_counter() + 3 * 8 * seconds > ends:  # twice the n takes eight times as long
+            return fastest
+        n *= 2
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """How long one call of `work` takes, to the end of what it started on the device."""
+    synchronize(device)
+    began = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it. A CPU has, when the call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def describe(device: torch.device | str = "cpu") -> dict[str, str | int]:
+    """The machine and the versions that a result depends on."""
+    device = torch.device(device)
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {
+        "processor": processor_name(),
+        "cores": available_cores(),
+        **gpu,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def busy_share(interval_s: float = 0.5) -> float:
+    """The share of all cores' time that programs take now, to be asked for before anything is measured.
+
+    Threads of a matrix product wait for each other: where another program takes a core, all of them become slow.
+    """
+    return psutil.cpu_percent(interval_s) / 100
+
+
+def available_cores() -> int:
+    """Cores that this process may use, which can be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """The processor's name as its maker writes it, where the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+class PeakMemory:
+    """The most memory [bytes, resident] that a process and its children held together while the block ran."""
+
+    def __init__(self, pid: int) -> None:
+        self.bytes = 0
+        self._process = psutil.Process(pid)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "PeakMemory":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            self.bytes = max(self.bytes, self._resident())
+            if self._stop.wait(0.1):
+                return
+
+    def _resident(self) -> int:
+        total = 0
+        try:
+            for process in (self._process, *self._process.children(recursive=True)):
+                total += process.memory_info().rss
+        except psutil.Error:
+            pass  # it ended between two looks
+        return total

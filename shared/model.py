@@ -1,0 +1,454 @@
+"""A decoder-only transformer for Llama, Qwen2, Qwen3 and Mistral checkpoints, with one seam: attention.
+
+It knows no cache, no request and no sampling. Tokens come packed: one row a token, no padding. What a token may attend
+to is the business of `attend`, which each chapter writes anew.
+
+    token_ids [T] -> embedding -> L x (attention through `attend`, mlp) -> hidden [T, hidden] -> logits [R, V]
+
+Letters of the dimensions, here and in all chapters:
+
+    B    sequences in a batch           H    query heads
+    T    packed tokens of one forward   KV   key and value heads; H / KV query heads share one
+    L    layers                         D    dimensions of a head (head_dim)
+    V    tokens in the vocabulary       R    rows of which logits are asked
+
+Linear layers, found by name in `named_modules()`; a later chapter replaces them with quantised or sharded ones:
+
+    layers.0.attention.qkv   hidden -> q, k, v: [0, H*D) q, [H*D, (H+KV)*D) k, [(H+KV)*D, (H+2*KV)*D) v
+    layers.0.attention.out   H*D -> hidden
+    layers.0.mlp.gate_up     hidden -> gate, up: [0, intermediate) gate, [intermediate, 2*intermediate) up
+    layers.0.mlp.down        intermediate -> hidden
+    lm_head                  hidden -> V
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from shared.checkpoint import load_config
+from shared.errors import SetupError, first_line
+
+# (layer, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H, D]; k and v are those of the T new tokens alone
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+FEW_ROWS = 16  # up to here a product with weights waits for memory: a decode step, not a prompt
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+
+
+def causal_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The simplest thing behind the seam: T tokens of one sequence from its first on, nothing kept. Returns [T, H, D].
+
+    q [T, H, D]; k, v [T, KV, D]. Attention Is All You Need (arXiv:1706.03762), section 3.2.1, with the causal mask of
+    3.2.3; query heads that share a key head as in GQA (arXiv:2305.13245), section 2.2. Tests hold every cache to it.
+    """
+    T, H, D = q.shape
+    k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))  # [T, H, D]
+    scores = torch.einsum("ihd,jhd->hij", q, k).float() / math.sqrt(D)  # [H, T, T]
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.masked_fill(future, -math.inf).softmax(dim=-1).to(v.dtype)
+    return torch.einsum("hij,jhd->ihd", weights, v)
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the model needs of config.json.
+
+    max_model_len: tokens of context. It is the trained context, or the sliding window where the checkpoint has a
+    shorter one: up to that length a window hides nothing, and `attend` carries no window that could hide more.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: dict[str, Any]
+    max_model_len: int
+    tied: bool  # lm_head is the embedding
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelConfig":
+        """Read config.json. Raises SetupError, by name, for anything that this model would compute wrongly."""
+        hf = load_config(folder)
+        _refuse(folder, hf)
+        attention_bias = bool(getattr(hf, "attention_bias", False))
+        slides = "sliding_attention" in getattr(hf, "layer_types", ["sliding_attention"])  # in Mistral all layers do
+        window = getattr(hf, "sliding_window", None) if slides else None
+        return cls(
+            hidden_size=hf.hidden_size,
+            intermediate_size=hf.intermediate_size,
+            num_layers=hf.num_hidden_layers,
+            num_heads=hf.num_attention_heads,
+            num_kv_heads=hf.num_key_value_heads,
+            head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+            vocab_size=hf.vocab_size,
+            rms_norm_eps=hf.rms_norm_eps,
+            rope=dict(hf.rope_parameters),
+            max_model_len=min(hf.max_position_embeddings, window or math.inf),
+            tied=hf.tie_word_embeddings,
+            qkv_bias=attention_bias or hf.model_type == "qwen2",
+            out_bias=attention_bias,
+            mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+            qk_norm=hf.model_type == "qwen3",
+        )
+
+
+def _refuse(folder: Path, hf: PretrainedConfig) -> None:
+    known = ARCHITECTURES.get(hf.model_type, "")
+    name = (hf.architectures or [known or hf.model_type])[0]
+    rope = getattr(hf, "rope_parameters", None) or {}
+    needed = ROPE_SETTINGS.get(rope.get("rope_type", ""))
+    reason = None
+    if name != known:
+        reason = f"{name} isn't one of the architectures of this chapter ({', '.join(ARCHITECTURES.values())})"
+    elif getattr(hf, "quantization_config", None):
+        reason = f"{name} has quantised weights, and this chapter reads float32, bfloat16 and float16"
+    elif hf.hidden_act != "silu":
+        reason = f"{name} has hidden_act={hf.hidden_act}, and this chapter knows silu alone"
+    elif needed is None:
+        reason = f"{name} has rope_type={rope.get('rope_type')}, and this chapter knows {', '.join(ROPE_SETTINGS)}"
+    elif missing := [setting for setting in needed if rope.get(setting) is None]:
+        reason = f"rope_type={rope['rope_type']} needs a value of {', '.join(missing)} in config.json"
+    elif rope.get("partial_rotary_factor", 1.0) != 1.0:
+        reason = f"{name} has partial_rotary_factor={rope['partial_rotary_factor']}, and this chapter turns whole heads"
+    if reason:
+        raise SetupError(
+            f"{folder}: {reason}. Choose another MODEL; chapter 1, which uses transformers, can run this one."
+        )
+
+
+# --- rotary positions -------------------------------------------------------------------------------------------------
+
+# Kinds of rope scaling and the settings without which each means nothing.
+# "dynamic" is the default up to the trained context, where max_model_len ends.
+ROPE_SETTINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "dynamic": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+
+
+def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Radians a position of each pair of dimensions [D/2], and the factor on cosine and sine (1 but for yarn).
+
+    default: RoFormer (arXiv:2104.09864), section 3.2.2; linear: position interpolation (arXiv:2306.15595), section 3.2;
+    llama3: as in the code released with Llama 3.1; yarn: arXiv:2309.00071.
+    """
+    rope, D = config.rope, config.head_dim
+    kind = rope["rope_type"]
+    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, D, 2, dtype=torch.float32) / D)  # [D/2]
+    if kind == "linear":
+        return frequencies / rope["factor"], 1.0
+    if kind == "llama3":
+        # Turns in the trained context: few are interpolated, many are left alone, in between it is a ramp.
+        turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * (keep + (1 - keep) / rope["factor"]), 1.0
+    if kind == "yarn":
+        return _yarn(frequencies, rope, D)
+    return frequencies, 1.0
+
+
+def _yarn(frequencies: Tensor, rope: dict[str, Any], D: int) -> tuple[Tensor, float]:
+    """YaRN (arXiv:2309.00071): section 3.2 for the ramp over the dimensions, 3.3 for the factor on q and k."""
+    trained, factor = rope["original_max_position_embeddings"], rope["factor"]
+
+    def dimension(turns: float) -> float:  # that turns so often in the trained context; it is a fraction
+        return D * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, D - 1)
+    ramp = (torch.arange(D // 2) - low) / max(high - low, 0.001)
+    interpolate = ramp.clamp(0, 1)
+    frequencies = frequencies * (1 - interpolate) + frequencies / factor * interpolate
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = mscale(1.0)
+        if rope.get("mscale") and rope.get("mscale_all_dim"):
+            attention_factor = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+    return frequencies, attention_factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn dimensions d and d + D/2 of each head of x [T, heads, D] together by the token's angle (RoFormer, eq. 34).
+
+    cos, sin [T, 1, D]; the first half of sin is negative, so that two kernels and a roll do what takes six by the book.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    """x [T, in] -> [T, out]: every product with weights is computed here, by the path that is fastest for it.
+
+    A decode step reads all weights for a few rows, so it can't be faster than memory. On CPU, F.linear is far from
+    that: one row gets half of the bandwidth, eight a quarter. oneDNN does better once the weights lie in its own
+    blocked order (`pack`); weights that must stay as they are do better as the left factor than as the right one.
+    """
+
+    packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Replace `weight`, None from then on, by `packed`: the same numbers in oneDNN's order, in memory once."""
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), FEW_ROWS)
+        self.register_parameter("weight", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if x.device.type == "cpu" and x.shape[0] <= FEW_ROWS and self.bias is None:
+            return (self.weight @ x.T).T
+        return F.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square layer normalisation over the last dimension (arXiv:1910.07467, equation 4)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Project to q, k and v, turn q and k by their positions, attend, project back."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        H, KV, D = config.num_heads, config.num_kv_heads, config.head_dim
+        self.layer, self.num_heads, self.num_kv_heads, self.head_dim = layer, H, KV, D
+        self.qkv = Linear(config.hidden_size, (H + 2 * KV) * D, bias=config.qkv_bias)
+        self.out = Linear(H * D, config.hidden_size, bias=config.out_bias)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """x [T, hidden], cos and sin [T, 1, D] -> [T, hidden]."""
+        T, H, KV = x.shape[0], self.num_heads, self.num_kv_heads
+        qk, v = self.qkv(x).view(T, H + 2 * KV, self.head_dim).split((H + KV, KV), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
+        q, k = rotate(qk, cos, sin).split((H, KV), dim=1)  # together: one pass of kernels instead of two
+        return self.out(attend(self.layer, q, k, v).reshape(T, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv:2002.05202, section 2): silu(gate) * up, then down."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [T, intermediate] each
+        return self.down(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    """Attention, then mlp; each reads the normalised residual stream x [T, hidden] and adds to it."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """The model. Its weights come from `load_model`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.frequencies, self.rope_factor = torch.empty(0), 1.0  # set at load
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of context, prompt and output together."""
+        return self.config.max_model_len
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """token_ids [T] at positions [T] of their sequences -> hidden [T, hidden], normalised.
+
+        Calls `attend` once a layer, in order. But for what `attend` does, no row depends on another.
+        """
+        x = self.embedding(token_ids)
+        angles = positions[:, None, None].float() * self.frequencies  # [T, 1, D/2]
+        cos, sin = (angles.cos() * self.rope_factor).to(x.dtype), (angles.sin() * self.rope_factor).to(x.dtype)
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)  # [T, 1, D]
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return self.norm(x)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] of the rows of `forward`'s result [R, hidden] that are asked for: those that are sampled."""
+        return self.lm_head(hidden)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+# What a parameter is called in a checkpoint; several are put below each other.
+SOURCES = {
+    "attention_norm": ("input_layernorm",),
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.q_norm": ("self_attn.q_norm",),
+    "attention.k_norm": ("self_attn.k_norm",),
+    "attention.out": ("self_attn.o_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+    "embedding": ("model.embed_tokens",),
+    "norm": ("model.norm",),
+    "lm_head": ("lm_head",),
+}
+
+# (name in the checkpoint, tensor not yet read) -> what this process keeps of it
+Take = Callable[[str, Any], Tensor]
+
+
+def whole(source: str, tensor: Any) -> Tensor:
+    """Keep all of a tensor. One that holds a shard reads rows, `tensor[a:b]`, or columns, `tensor[:, a:b]`."""
+    return tensor[:]
+
+
+def sources(parameter: str) -> list[str]:
+    """Names in the checkpoint: layers.0.mlp.down.weight -> [model.layers.0.mlp.down_proj.weight]."""
+    module, kind = parameter.rsplit(".", 1)
+    prefix = ""
+    if module.startswith("layers."):
+        _, layer, module = module.split(".", 2)
+        prefix = f"model.layers.{layer}."
+    return [f"{prefix}{source}.{kind}" for source in SOURCES[module]]
+
+
+def checkpoint_tensors(folder: Path, parameters: Iterable[str]) -> Iterator[tuple[str, str, Any]]:
+    """(parameter, name in the checkpoint, tensor not yet read) for all that `parameters` are made of, in order.
+
+    A tensor is a slice of a memory-mapped file: `tensor.get_shape()` is free, `tensor[a:b]` reads those rows. The file
+    is opened anew for each, in half a millisecond, so that pages already copied are unmapped and take no memory.
+
+    Raises SetupError if a file or a weight is missing or broken, or the checkpoint has a weight that nothing would use.
+    """
+    files = _files(folder)
+    wanted = {source: parameter for parameter in parameters for source in sources(parameter)}
+    for source in files.keys() - wanted.keys():
+        if source != "lm_head.weight" and not source.endswith("rotary_emb.inv_freq"):  # a tied head; computed here
+            raise SetupError(f"{folder}: config.json leaves no place for the weight {source}. Download both again.")
+    for source, parameter in wanted.items():
+        if source not in files:
+            raise SetupError(f"{folder}: the weight {source} is missing. Download the checkpoint again.")
+        with _open(folder / files[source]) as tensors:
+            yield parameter, source, tensors.get_slice(source)
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """{weight: file}, from the index of a sharded checkpoint or from the single file."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return json.loads(index.read_text())["weight_map"]
+    with _open(folder / "model.safetensors") as tensors:
+        return dict.fromkeys(tensors.keys(), "model.safetensors")
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise SetupError(
+            f"{file}: can't be read as safetensors ({first_line(error)}). Download the checkpoint again."
+        ) from None
+
+
+def load_weights(model: nn.Module, folder: Path, take: Take = whole) -> None:
+    """Copy a checkpoint into the model's parameters, each tensor once, to their device and dtype.
+
+    Raises SetupError as `checkpoint_tensors` does, or if a weight doesn't have the parameter's shape.
+    """
+    parameters = dict(model.named_parameters())
+    filled = dict.fromkeys(parameters, 0)  # rows
+    for name, source, tensor in checkpoint_tensors(folder, parameters):
+        part = take(source, tensor)
+        start = filled[name]
+        filled[name] += part.shape[0]
+        place = parameters[name].data[start : filled[name]]
+        complete = filled[name] == parameters[name].shape[0] or source != sources(name)[-1]
+        if place.shape != part.shape or not complete:
+            raise SetupError(f"{folder}: {source} has shape {list(part.shape)}, which doesn't fit config.json.")
+        place.copy_(part)
+
+
+def load_model(
+    folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", pack: bool = True
+) -> Transformer:
+    """The model of the checkpoint in `folder`, ready to run.
+
+    pack: lay the linear layers out for decoding where that is possible (float32 on CPU). Whatever wants to see their
+    weights, as quantisation does, loads without.
+
+    Raises SetupError if the architecture isn't one of ARCHITECTURES or the checkpoint is broken.
+    """
+    config = ModelConfig.from_folder(folder)
+    with torch.device("meta"):  # no memory yet, and no random numbers that would be overwritten
+        model = Transformer(config)
+    model.to(dtype=dtype).to_empty(device=device).requires_grad_(False).eval()
+    if config.tied:
+        model.lm_head.weight = model.embedding.weight
+    frequencies, model.rope_factor = rope_frequencies(config)
+    model.frequencies = frequencies.to(device)
+    load_weights(model, folder)
+    if pack and dtype == torch.float32 and torch.device(device).type == "cpu" and torch.backends.mkldnn.is_available():
+        for module in model.modules():
+            # The embedding is read by row, so a head that is tied to it stays as it is.
+            if isinstance(module, Linear) and module.weight is not model.embedding.weight:
+                module.pack()
+    return model

@@ -1,0 +1,175 @@
+"""Draw results of the benchmarks, of one chapter or of several in one figure.
+
+It knows the results files and matplotlib, nothing else.
+
+    python -m shared.plots results/a.json results/b.json -o figure.png
+    results -> throughput and TTFT against concurrency, times of realistic traffic -> PNG
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only, no window
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, StrMethodFormatter
+
+from shared.options import Parser
+
+# Okabe and Ito, "Color Universal Design" (2008), darkest first and without the yellow, which is pale on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MARKERS = "osD^vPX"
+
+Styled = list[tuple[dict[str, Any], dict[str, Any]]]  # each result with its colour and marker
+Panel = Callable[[Axes, Styled], None]
+
+
+def draw_load(results: list[dict[str, Any]], path: Path) -> None:
+    """One figure of all `results` (as `shared.report.save` writes them), a colour and a marker each.
+
+    A row of panels for each kind of load that was measured. Raises ValueError if there is nothing to draw.
+    """
+    rows = [panels for keys, panels in ROWS if any(runs_of(result, *keys) for result in results)]
+    if not rows:
+        raise ValueError("nothing to draw: all requests failed")
+    styled: Styled = [
+        (result, {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)], "markersize": 5})
+        for k, result in enumerate(results)
+    ]
+    figure, axes = plt.subplots(len(rows), 2, figsize=(10, 3.8 * len(rows) + 0.6), squeeze=False, layout="constrained")
+    for panels, pair in zip(rows, axes, strict=True):
+        for panel, ax in zip(panels, pair, strict=True):
+            panel(ax, styled)
+            ax.grid(alpha=0.3)
+            ax.spines[["top", "right"]].set_visible(False)
+    handles = [Line2D([], [], label=result["name"], **style) for result, style in styled]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), frameon=False)
+    figure.suptitle(", ".join(sorted({result["model"] for result in results})))
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def runs_of(result: dict[str, Any], load: str, key: str) -> list[dict[str, Any]]:
+    """The runs of one kind of load, in the order of `key`, without those in which everything failed."""
+    runs = (run for run in result["runs"] if run["load"] == load and run["failed"] < run["requests"])
+    return sorted(runs, key=lambda run: run[key])
+
+
+def draw_throughput(ax: Axes, styled: Styled, load: str = "closed", key: str = "concurrency") -> None:
+    for result, style in styled:
+        runs = runs_of(result, load, key)
+        ax.plot([run[key] for run in runs], [run["output_tokens_per_s"] for run in runs], **style)
+    ax.set(title="Closed loop: throughput", xlabel="concurrency (requests at a time)", ylabel="output tokens/s")
+    ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
+    measured_ticks(ax)
+
+
+def draw_ttft(ax: Axes, styled: Styled) -> None:
+    for result, style in styled:
+        runs = [run for run in runs_of(result, "closed", "concurrency") if run["ttft_ms"]]
+        for quantile, line in (("p50", "-"), ("p99", "--")):
+            ttft_ms = [run["ttft_ms"][quantile] for run in runs]
+            ax.plot([run["concurrency"] for run in runs], ttft_ms, linestyle=line, **style)
+    ax.set(title="Closed loop: time to first token", xlabel="concurrency (requests at a time)", ylabel="TTFT (ms)")
+    ax.set_yscale("log")  # chapters differ by orders of magnitude
+    plain_ticks(ax.yaxis)
+    measured_ticks(ax)
+    median, p99 = (Line2D([], [], color="0.3", linestyle="-"), Line2D([], [], color="0.3", linestyle="--"))
+    ax.legend([median, p99], ["median", "99th percentile"], frameon=False)
+
+
+def draw_batches(ax: Axes, styled: Styled) -> None:
+    draw_throughput(ax, styled, "generate_batch", "batch_size")
+    ax.set(title="generate_batch: throughput", xlabel="batch size (prompts)")
+
+
+def draw_batch_time(ax: Axes, styled: Styled) -> None:
+    for result, style in styled:
+        runs = runs_of(result, "generate_batch", "batch_size")
+        ax.plot([run["batch_size"] for run in runs], [run["e2e_ms"]["p50"] / 1000 for run in runs], **style)
+    ax.set(title="generate_batch: time of a batch", xlabel="batch size (prompts)", ylabel="median time (s)")
+    ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
+    measured_ticks(ax)
+
+
+def draw_shares(ax: Axes, styled: Styled, key: str, load: str, what: str) -> None:
+    """The share of the requests whose time `key` was no longer than x: an empirical distribution function."""
+    for result, style in styled:
+        for run in runs_of(result, load, "requests"):
+            seconds = [each[key] / 1000 for each in run["each"] if each[key] is not None]
+            if seconds:
+                ax.ecdf(seconds, color=style["color"])
+    ax.set(title=what, xlabel="time from request to first token (s)", ylabel="share of requests", ylim=(0, 1.02))
+    if key == "e2e_ms":
+        ax.set_xlabel("time from request to last token (s)")
+    ax.set_xscale("log")
+    plain_ticks(ax.xaxis)
+
+
+ROWS: tuple[tuple[tuple[str, str], tuple[Panel, Panel]], ...] = (
+    (("closed", "concurrency"), (draw_throughput, draw_ttft)),
+    (("generate_batch", "batch_size"), (draw_batches, draw_batch_time)),
+    (
+        ("batch", "requests"),
+        (
+            partial(draw_shares, key="ttft_ms", load="batch", what="All at once: time to first token"),
+            partial(draw_shares, key="e2e_ms", load="batch", what="All at once: end to end"),
+        ),
+    ),
+    (
+        ("realistic", "requests"),
+        (
+            partial(draw_shares, key="ttft_ms", load="realistic", what="Realistic traffic: time to first token"),
+            partial(draw_shares, key="e2e_ms", load="realistic", what="Realistic traffic: end to end"),
+        ),
+    ),
+)
+
+
+def measured_ticks(ax: Axes) -> None:
+    """A logarithmic x axis whose ticks are the numbers that were measured."""
+    measured = np.unique(np.concatenate([line.get_xdata() for line in ax.get_lines()]))
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(FixedLocator(measured.tolist()))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+
+
+def plain_ticks(axis: Axis) -> None:
+    """A logarithmic axis with ticks at 1, 2 and 5, written out."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+
+
+def main() -> None:
+    parser = Parser(prog="python -m shared.plots", description="Draw results of one or more benchmarks in one figure.")
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FIGURE.png")
+    args = parser.parse_args()
+    results = []
+    for path in args.results:
+        try:
+            result = json.loads(path.read_text())
+            results.append({key: result[key] for key in ("name", "model", "runs")})
+        except OSError as error:
+            parser.error(f"{path}: {error.strerror}")
+        except (ValueError, LookupError, TypeError):
+            parser.error(f"{path} is no results file of the benchmarks")
+    try:
+        draw_load(results, args.output)
+    except (OSError, ValueError) as error:
+        parser.error(f"{args.output}: {error}")
+
+
+if __name__ == "__main__":
+    main()
