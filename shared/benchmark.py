@@ -122,16 +122,37 @@ def measure_offline(args: Namespace, config: WorkloadConfig, engine: BaseOffline
         outcomes = [generate_one(engine, prompt, params) for prompt in bar]
         seconds = time.perf_counter() - began
     add_run(result, summarise({"load": "generate", "concurrency": 1}, outcomes, seconds, memory()))
+    peer = [make_peer()] if args.peer else []
     for size in args.batch_sizes:
         prompts = chat_prompts(engine, traffic.closed_loop(config, size))
         groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]  # whole ones
-        with peak_memory(os.getpid()) as memory:
-            began = time.perf_counter()
-            bar_of_groups = tqdm(groups, desc=f"{size} together", unit="batch", leave=False, disable=None)
-            batches = [generate_batch(engine, group, params) for group in bar_of_groups]
-            seconds = time.perf_counter() - began
-        outcomes = [outcome for batch in batches for outcome in batch]
-        add_run(result, summarise({"load": "generate_batch", "batch_size": size}, outcomes, seconds, memory()))
+        for runner in peer:
+            runner.generate_batch(groups[0], params)  # warm-up
+        for run in measure_batches([engine, *peer], groups, params, size):
+            add_run(result, run)
+
+
+def make_peer() -> BaseOfflineEngine:
+    from shared.peer import TransformersPeer  # a second model in memory, if it is asked for
+
+    return TransformersPeer()
+
+
+def measure_batches(
+    engines: Sequence[BaseOfflineEngine], groups: Sequence[list[str]], params: SamplingParams, size: int
+) -> Iterator[Run]:
+    """Run each group on one engine after the other, so that a noisy moment of the machine meets them all alike."""
+    outcomes: list[list[Outcome]] = [[] for _ in engines]
+    seconds = [0.0] * len(engines)
+    with peak_memory(os.getpid()) as memory:
+        for group in tqdm(groups, desc=f"{size} together", unit="batch", leave=False, disable=None):
+            for i, engine in enumerate(engines):
+                began = time.perf_counter()
+                outcomes[i] += generate_batch(engine, group, params)
+                seconds[i] += time.perf_counter() - began
+    for i in range(len(engines)):
+        load = "generate_batch" if i == 0 else engines[i].model_id
+        yield summarise({"load": load, "batch_size": size}, outcomes[i], seconds[i], memory() if i == 0 else None)
 
 
 def chat_prompts(engine: BaseOfflineEngine, workload: Workload) -> list[str]:

@@ -216,9 +216,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Linear(nn.Linear):
     """x [T, in] -> [T, out]: every product with weights is computed here, by the path that is fastest for it.
 
-    A decode step reads all weights for a few rows, so it can't be faster than memory. On CPU, F.linear is far from
-    that: one row gets half of the bandwidth, eight a quarter. oneDNN does better once the weights lie in its own
-    blocked order (`pack`); weights that must stay as they are do better as the left factor than as the right one.
+    A decode step reads all weights for a few rows, so it can't be faster than memory. F.linear in float32 on CPU is far
+    from that: one row gets half of the bandwidth, since MKL keeps it in one thread, and eight get a quarter. oneDNN
+    does better once the weights lie in its own blocked order (`pack`). Weights that must stay as they are do better as
+    the left factor than as the right one, a share of their rows for each thread.
     """
 
     packed: Tensor | None = None
@@ -231,8 +232,10 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        if x.device.type == "cpu" and x.shape[0] <= FEW_ROWS and self.bias is None:
-            return (self.weight @ x.T).T
+        if x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[0] <= FEW_ROWS and self.bias is None:
+            shares = math.gcd(self.out_features, torch.get_num_threads())
+            weight = self.weight.view(shares, -1, self.in_features)
+            return torch.bmm(weight, x.T.expand(shares, -1, -1)).view(self.out_features, -1).T
         return F.linear(x, self.weight, self.bias)
 
 

@@ -69,6 +69,9 @@ def parse_offline(
         help=f"prompts that generate_batch gets at once (default: {shown(batch_sizes)})",
     )  # fmt: skip
     group.add_argument("--threads", type=positive, metavar="N", help="threads of torch (default: what torch chooses)")
+    parser.add_argument(
+        "--peer", choices=["transformers"], help="run each batch through transformers' generate and its cache as well"
+    )
     return finished(parser, parser.parse_args(argv), config, f"{chapter}-offline")
 
 
