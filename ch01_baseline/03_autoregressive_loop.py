@@ -13,7 +13,7 @@ from ch01_baseline.engine import BaselineEngine
 from shared.engine import SamplingParams
 
 PROMPT = "Once upon a time"
-CONTEXTS = (16, 64, 128, 192, 256, 320)
+CONTEXTS = (16, 64, 128, 256)
 FIGURE = Path(__file__).resolve().parent.parent / "results" / "ch01-cost-per-token.png"
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     show_growth(engine)
 
 
-def show_greedy(engine: BaselineEngine, steps: int = 12) -> None:
+def show_greedy(engine: BaselineEngine, steps: int = 10) -> None:
     """The whole of text generation, in four lines."""
     print("\n1. Greedy: always the most likely token.\n")
     token_ids = engine.encode_prompt(PROMPT)
@@ -34,7 +34,7 @@ def show_greedy(engine: BaselineEngine, steps: int = 12) -> None:
     print(f"   {engine.tokenizer.decode(token_ids)}\n")
 
 
-def show_sampled(engine: BaselineEngine, steps: int = 8) -> None:
+def show_sampled(engine: BaselineEngine, steps: int = 6) -> None:
     """Drawing the token instead. A low temperature keeps to the likely ones, a high one goes astray."""
     print("2. Sampled, with a seed, so that you see the same as we did:\n")
     for temperature in (0.3, 1.0, 2.0):

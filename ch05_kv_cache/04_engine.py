@@ -103,6 +103,8 @@ class KVCache:
             rows, places = self._places
             self.keys[layer, rows, :, places], self.values[layer, rows, :, places] = k, v
         keys, values = self.keys[layer, :B, :, :S], self.values[layer, :B, :, :S]  # [B, KV, S, D], views
+        if B == 1:  # the fused kernel is the faster one for a single sequence, and the slower one for several
+            return F.scaled_dot_product_attention(q.view(B, KV, H // KV, D), keys, values).view(B, H, D)
         scores = torch.matmul(q.view(B, KV, H // KV, D) * D**-0.5, keys.transpose(2, 3))  # [B, KV, H/KV, S]
         if self._mask is not None:
             scores += self._mask
