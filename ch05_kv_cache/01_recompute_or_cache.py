@@ -37,14 +37,13 @@ def show_bytes(engine: KVCacheEngine) -> None:
         f"   {config.num_layers} layers, {config.num_kv_heads} KV heads of {config.head_dim} numbers, 4 bytes each.\n"
     )
     tokens = 4096
-    cache = KVCache(config, 1, tokens, dtype, torch.device("cpu"))
     before = psutil.Process().memory_info().rss
-    cache.keys.fill_(1), cache.values.fill_(1)  # memory is only given out when it is touched
+    cache = KVCache(config, 1, tokens, dtype, torch.device("cpu"))
     measured = (psutil.Process().memory_info().rss - before) / tokens
     print(
         f"   worked out: 2 x {config.num_layers} x {config.num_kv_heads} x {config.head_dim} x 4 = {predicted:,} bytes"
     )
-    print(f"   measured:   {measured:,.0f} bytes, as {tokens} tokens were stored")
+    print(f"   measured:   {measured:,.0f} bytes of the process's memory for each of {cache.keys.shape[3]} places")
     print(f"   The context of {engine.max_model_len} tokens takes {predicted * engine.max_model_len / 1e6:.0f} MB.\n")
 
 

@@ -43,7 +43,7 @@ class KVCache:
 
     def __init__(self, config: ModelConfig, rows: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (config.num_layers, rows, config.num_kv_heads, max_len, config.head_dim)
-        # Zeros, which cost nothing before they are touched: whatever stands in free places is multiplied by 0.
+        # Zeros, for whatever stands in a free place is multiplied by 0 in the end, and NaN times 0 is NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.lengths = [0] * rows

@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -201,12 +201,12 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T | None:
 class EventStream(Response):
     """A stream of server-sent events that ends when its client does.
 
-    events: what to send. close: awaited at the end in any case.
+    events: what to send. close: called at the end in any case.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         self._events, self._close = events, close
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -215,7 +215,7 @@ class EventStream(Response):
         try:
             await unless_disconnected(receive, self._send_all(send))
         finally:
-            await self._close()
+            self._close()
 
     def init_headers(self, headers: Any = None) -> None:
         super().init_headers(headers)
@@ -228,20 +228,20 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def with_pings(events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+async def with_pings(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The events, and a comment after each PING_SECONDS without one."""
-    try:
-        while True:
-            following = asyncio.ensure_future(anext(events))
-            try:
-                while not (await asyncio.wait({following}, timeout=PING_SECONDS))[0]:
-                    yield b": ping\n\n"
-                data = following.result()
-            except StopAsyncIteration:
-                return
-            finally:
-                following.cancel()
-                await asyncio.wait({following})  # a generator that still runs can't be closed
-            yield data
-    finally:
-        await events.aclose()
+    while True:
+        following = asyncio.ensure_future(_next_or_none(events))
+        try:
+            while not (await asyncio.wait({following}, timeout=PING_SECONDS))[0]:
+                yield b": ping\n\n"
+        finally:
+            following.cancel()
+        data = following.result()
+        if data is None:
+            return
+        yield data
+
+
+async def _next_or_none(events: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(events, None)

@@ -56,28 +56,31 @@ class Generation:
         self._began = time.perf_counter()
         self._failed = False
         self._ids = [f"{request_id}-{i}" for i in range(len(prompts))]
-        streams = []
+        self._streams: list[AsyncIterator[Delta]] = []
         try:
             for engine_id, prompt, p in zip(self._ids, prompts, params, strict=True):
-                streams.append(engine.submit(engine_id, prompt, p))
+                self._streams.append(engine.submit(engine_id, prompt, p))
         except EngineError:
             for engine_id in self._ids:
                 engine.abort(engine_id)
             metrics.requests.labels("rejected").inc(len(self._choices))
             raise
-        self._deltas = self._observed(_merged(streams))
+        self._open = len(prompts)  # streams that haven't ended
+        self._merged: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+        several = list(enumerate(self._streams)) if len(prompts) > 1 else []
+        self._pumps = [asyncio.create_task(self._pump(number, stream)) for number, stream in several]
         self._peeked: list[Delta] = []
 
     async def peek(self) -> bool:
         """Wait for the first delta, so that an error before it can still become an HTTP status."""
-        self._peeked.append(await anext(self._deltas))
+        self._peeked.append(await anext(self._observed()))
         return True
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Every delta of every choice, its `index` counted over all prompts. Raises EngineError."""
         for delta in self._peeked:
             yield delta
-        async for delta in self._deltas:
+        async for delta in self._observed():
             yield delta
 
     async def results(self) -> list[GenerateResult]:
@@ -112,31 +115,52 @@ class Generation:
             throughput=round(output_tokens / (time.perf_counter() - self._began), 3),
         )
 
-    async def close(self) -> None:
-        """Abort what still runs and count how it ended."""
+    def close(self) -> None:
+        """Abort what still runs and count how it ended. It never waits, so that nothing can interrupt it."""
         for engine_id in self._ids:
             self._engine.abort(engine_id)
-        await self._deltas.aclose()  # type: ignore[attr-defined]
-        unfinished = sum(not choice.finished for choice in self._choices)
-        if unfinished:
-            self._metrics.requests.labels("error" if self._failed else "aborted").inc(unfinished)
-            for choice in self._choices:
-                choice.finished = True
+        for task in self._pumps:
+            task.cancel()
+        unfinished = [choice for choice in self._choices if not choice.finished]
+        self._metrics.requests.labels("error" if self._failed else "aborted").inc(len(unfinished))
+        for choice in unfinished:
+            choice.finished = True
 
-    async def _observed(self, merged: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[Delta]:
+    async def _observed(self) -> AsyncIterator[Delta]:
         """Count each delta on its way, and make sure that no choice ends without a finish_reason."""
         try:
-            async for prompt, delta in merged:
+            while (item := await self._next()) is not None:
+                prompt, delta = item
                 delta = replace(delta, index=prompt * self.n + delta.index)
                 self._observe(delta)
                 yield delta
             if not all(choice.finished for choice in self._choices):
                 raise RequestFailedError("the engine ended the request before it was finished")
-        except EngineError as error:
+        except Exception as error:
             self._failed = not isinstance(error, RequestError)
             raise
-        finally:
-            await merged.aclose()  # type: ignore[attr-defined]
+
+    async def _next(self) -> tuple[int, Delta] | None:
+        """(prompt, delta) of whichever stream has one; None when all have ended. Raises the first error of any."""
+        if not self._pumps:  # the usual case, one prompt, needs no task
+            delta = await anext(self._streams[0], None)
+            return None if delta is None else (0, delta)
+        while self._open:
+            item = await self._merged.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is not None:
+                return item
+            self._open -= 1
+        return None
+
+    async def _pump(self, number: int, stream: AsyncIterator[Delta]) -> None:
+        try:
+            async for delta in stream:
+                self._merged.put_nowait((number, delta))
+            self._merged.put_nowait(None)
+        except Exception as error:  # whatever it is, the reader must not wait for ever
+            self._merged.put_nowait(error)
 
     def _observe(self, delta: Delta) -> None:
         now, metrics, choice = time.perf_counter(), self._metrics, self._choices[delta.index]
@@ -154,35 +178,3 @@ class Generation:
             metrics.e2e.observe(now - self._began)
             if choice.tokens > 1:
                 metrics.tpot.observe((now - choice.first_at) / (choice.tokens - 1))
-
-
-async def _merged(streams: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple[int, Delta]]:
-    """(stream number, delta) of all streams as they come. The first error ends it."""
-    if len(streams) == 1:  # the usual case needs no tasks
-        async for delta in streams[0]:
-            yield 0, delta
-        return
-    queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
-
-    async def pump(number: int, stream: AsyncIterator[Delta]) -> None:
-        try:
-            async for delta in stream:
-                queue.put_nowait((number, delta))
-            queue.put_nowait(None)
-        except Exception as error:
-            queue.put_nowait(error)
-
-    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
-    try:
-        still_open = len(tasks)
-        while still_open:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                still_open -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()

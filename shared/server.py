@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI, Request
@@ -191,22 +191,22 @@ class _Routes:
         try:
             return await unless_disconnected(request.receive, generation.results())
         finally:
-            await generation.close()
+            generation.close()
 
     async def _stream(self, request: Request, generation: Generation, chunks: AsyncIterator[Json]) -> Response:
         """Wait for the first token, while an error can still be an HTTP status, then stream."""
         try:
             ready = await unless_disconnected(request.receive, generation.peek())
         except BaseException:
-            await generation.close()
+            generation.close()
             raise
         if not ready:
-            await generation.close()
+            generation.close()
             return _gone()
         return EventStream(_events(chunks), generation.close)
 
 
-async def _events(chunks: AsyncIterator[Json]) -> AsyncGenerator[bytes, None]:
+async def _events(chunks: AsyncIterator[Json]) -> AsyncIterator[bytes]:
     """The chunks as events, then [DONE]; an error on the way is told in a last event instead."""
     try:
         async for chunk in chunks:

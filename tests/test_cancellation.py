@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import anyio
 import openai
 import pytest
 import requests
@@ -110,6 +111,44 @@ def test_one_of_several_prompts_goes_away_with_the_others(served, stream: bool):
     wait_until(lambda: gauges(url) == (1, 1))
     connection.close()
     wait_until(lambda: gauges(url) == (0, 0), seconds=1)
+
+
+@pytest.mark.parametrize("kind", [ScriptedEngine, FakeOnlineEngine])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+def test_a_request_that_is_cancelled_again_and_again_ends_cleanly(kind, prompt, caplog):
+    """anyio repeats a cancellation until it gets through: a clean-up that waits is cancelled too, half done."""
+    engine = kind(b"abcdefgh")
+    app = make_app(engine)
+    body = json.dumps({"prompt": prompt, "stream": True, "max_tokens": 8}).encode()
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+
+    async def run() -> None:
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        engine.gate = threading.Semaphore(2)
+
+        async def receive() -> dict:
+            return messages.pop() if messages else await anyio.sleep_forever()
+
+        async with app.router.lifespan_context(app):
+            with anyio.CancelScope() as cancelling:
+
+                async def send(message: dict) -> None:
+                    if b"data:" in message.get("body", b""):
+                        cancelling.cancel()
+
+                await app(scope, receive, send)
+            assert cancelling.cancelled_caught
+            engine.gate.release(100)
+
+    anyio.run(run)
+    gc.collect()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_a_blocking_engine_serves_one_after_the_other():
