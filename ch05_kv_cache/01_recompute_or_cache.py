@@ -2,7 +2,7 @@
 
 And what the cache costs: bytes for every token, worked out and measured.
 
-    python 01_recompute_or_cache.py: both engines -> ms a token at growing context; a figure in results/
+    python 01_recompute_or_cache.py: one model, both ways -> ms a token at growing context; a figure in results/
 """
 
 import statistics
@@ -14,18 +14,18 @@ import matplotlib.pyplot as plt
 import psutil
 import torch
 
-from ch01_baseline.engine import BaselineEngine
 from ch05_kv_cache.engine import KVCache, KVCacheEngine
+from shared.model import causal_attend
 
 CONTEXTS = (64, 256, 512, 1000)
-RECOMPUTED = (64, 256, 512)  # at 1,000 tokens, chapter 1 needs seconds for each
+RECOMPUTED = (64, 256, 512)  # at 1,000 tokens it takes seconds
 FIGURE = Path(__file__).resolve().parent.parent / "results" / "ch05-recompute-or-cache.png"
 
 
 def main() -> None:
     engine = KVCacheEngine()
     show_bytes(engine)
-    show_time(engine, BaselineEngine())
+    show_time(engine)
 
 
 def show_bytes(engine: KVCacheEngine) -> None:
@@ -47,7 +47,7 @@ def show_bytes(engine: KVCacheEngine) -> None:
     print(f"   The context of {engine.max_model_len} tokens takes {predicted * engine.max_model_len / 1e6:.0f} MB.\n")
 
 
-def show_time(engine: KVCacheEngine, baseline: BaselineEngine) -> None:
+def show_time(engine: KVCacheEngine) -> None:
     """One more token, after 64, 256, ... tokens."""
     print("2. What a token costs in time. How much longer does one take after 1,000 tokens than after 64?\n")
     token_ids = engine.encode_prompt("word " * max(CONTEXTS))[: max(CONTEXTS)]
@@ -61,8 +61,12 @@ def show_time(engine: KVCacheEngine, baseline: BaselineEngine) -> None:
 
         return step
 
+    def recomputed(context: int) -> Callable[[], object]:
+        ids, positions = torch.tensor(token_ids[:context]), torch.arange(context)
+        return lambda: engine.model.logits(engine.model(ids, positions, causal_attend)[-1:])
+
     with_cache = {n: milliseconds(cached(n), 7) for n in CONTEXTS}
-    without = {n: milliseconds(lambda n=n: baseline.forward(token_ids[:n]), 2) for n in RECOMPUTED}
+    without = {n: milliseconds(recomputed(n), 2) for n in RECOMPUTED}
     print("   context   recomputed   with a cache")
     for n in CONTEXTS:
         print(f"   {n:>7} {f'{without[n]:.0f} ms' if n in without else 'seconds':>12} {with_cache[n]:>11.0f} ms")
@@ -86,8 +90,8 @@ def milliseconds(step: Callable[[], object], repeats: int) -> float:
 def draw(without: dict[int, float], with_cache: dict[int, float]) -> None:
     FIGURE.parent.mkdir(exist_ok=True)
     figure, ax = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    ax.plot(list(without), list(without.values()), marker="o", color="#0072B2", label="recomputed (chapter 1)")
-    ax.plot(list(with_cache), list(with_cache.values()), marker="s", color="#D55E00", label="with a cache (chapter 5)")
+    ax.plot(list(without), list(without.values()), marker="o", color="#0072B2", label="recomputed, as in chapter 1")
+    ax.plot(list(with_cache), list(with_cache.values()), marker="s", color="#D55E00", label="with a cache")
     ax.set(xlabel="tokens in the sequence", ylabel="time for the next token [ms]", xlim=(0, None), ylim=(0, None))
     ax.set_title("A cache takes the growth out of it")
     ax.grid(alpha=0.3)

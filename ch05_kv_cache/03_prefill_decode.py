@@ -49,7 +49,7 @@ def main() -> None:
     passes += [measure(engine, "decode", B, 1) for B in DECODES]
     for p in passes:
         limit = min(peak, p.intensity * bandwidth)
-        what = f"{p.kind} of {p.rows} {'tokens' if p.kind == 'prefill' else 'sequences'}"
+        what = f"{p.kind} of {p.rows} {'tokens' if p.kind == 'prefill' else 'sequence(s)'}"
         print(
             f"   {what:<22} {p.intensity:>9.1f} {p.seconds * 1e3:>6.0f} ms {p.flop / p.seconds / 1e9:>8.1f}"
             f" {p.flop / p.seconds / limit:>13.0%} {p.rows / p.seconds:>10.0f}"
@@ -106,7 +106,7 @@ def draw(passes: list[Pass], bandwidth: float, peak: float) -> None:
                 str(p.rows),
                 (p.intensity, p.flop / p.seconds / 1e9),
                 textcoords="offset points",
-                xytext=(6, -10),
+                xytext=(6, 4) if kind == "prefill" else (6, -10),
                 fontsize=8,
             )
     ax.set(xscale="log", yscale="log", xlabel="FLOP for each byte read", ylabel="GFLOP/s")

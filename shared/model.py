@@ -21,21 +21,21 @@ Linear layers, found by name in `named_modules()`; a later chapter replaces them
     lm_head                  hidden -> V
 """
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from shared.checkpoint import load_config
-from shared.errors import SetupError, first_line
+from shared.errors import SetupError
+from shared.rope import ROPE_SETTINGS, rope_frequencies, rotate
+from shared.weights import load_weights
 
 # (layer, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H, D]; k and v are those of the T new tokens alone
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -140,74 +140,6 @@ def _refuse(folder: Path, hf: PretrainedConfig) -> None:
         raise SetupError(
             f"{folder}: {reason}. Choose another MODEL; chapter 1, which uses transformers, can run this one."
         )
-
-
-# --- rotary positions -------------------------------------------------------------------------------------------------
-
-# Kinds of rope scaling and the settings without which each means nothing.
-# "dynamic" is the default up to the trained context, where max_model_len ends.
-ROPE_SETTINGS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "dynamic": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-
-
-def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Radians a position of each pair of dimensions [D/2], and the factor on cosine and sine (1 but for yarn).
-
-    default: RoFormer (arXiv:2104.09864), section 3.2.2; linear: position interpolation (arXiv:2306.15595), section 3.2;
-    llama3: as in the code released with Llama 3.1; yarn: arXiv:2309.00071.
-    """
-    rope, D = config.rope, config.head_dim
-    kind = rope["rope_type"]
-    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, D, 2, dtype=torch.float32) / D)  # [D/2]
-    if kind == "linear":
-        return frequencies / rope["factor"], 1.0
-    if kind == "llama3":
-        # Turns in the trained context: few are interpolated, many are left alone, in between it is a ramp.
-        turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return frequencies * (keep + (1 - keep) / rope["factor"]), 1.0
-    if kind == "yarn":
-        return _yarn(frequencies, rope, D)
-    return frequencies, 1.0
-
-
-def _yarn(frequencies: Tensor, rope: dict[str, Any], D: int) -> tuple[Tensor, float]:
-    """YaRN (arXiv:2309.00071): section 3.2 for the ramp over the dimensions, 3.3 for the factor on q and k."""
-    trained, factor = rope["original_max_position_embeddings"], rope["factor"]
-
-    def dimension(turns: float) -> float:  # that turns so often in the trained context; it is a fraction
-        return D * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, D - 1)
-    ramp = (torch.arange(D // 2) - low) / max(high - low, 0.001)
-    interpolate = ramp.clamp(0, 1)
-    frequencies = frequencies * (1 - interpolate) + frequencies / factor * interpolate
-    attention_factor = rope.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = mscale(1.0)
-        if rope.get("mscale") and rope.get("mscale_all_dim"):
-            attention_factor = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
-    return frequencies, attention_factor
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn dimensions d and d + D/2 of each head of x [T, heads, D] together by the token's angle (RoFormer, eq. 34).
-
-    cos, sin [T, 1, D]; the first half of sin is negative, so that two kernels and a roll do what takes six by the book.
-    """
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -343,96 +275,7 @@ class Transformer(nn.Module):
         return self.lm_head(hidden)
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-# What a parameter is called in a checkpoint; several are put below each other.
-SOURCES = {
-    "attention_norm": ("input_layernorm",),
-    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.q_norm": ("self_attn.q_norm",),
-    "attention.k_norm": ("self_attn.k_norm",),
-    "attention.out": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": ("mlp.down_proj",),
-    "embedding": ("model.embed_tokens",),
-    "norm": ("model.norm",),
-    "lm_head": ("lm_head",),
-}
-
-# (name in the checkpoint, tensor not yet read) -> what this process keeps of it
-Take = Callable[[str, Any], Tensor]
-
-
-def whole(source: str, tensor: Any) -> Tensor:
-    """Keep all of a tensor. One that holds a shard reads rows, `tensor[a:b]`, or columns, `tensor[:, a:b]`."""
-    return tensor[:]
-
-
-def sources(parameter: str) -> list[str]:
-    """Names in the checkpoint: layers.0.mlp.down.weight -> [model.layers.0.mlp.down_proj.weight]."""
-    module, kind = parameter.rsplit(".", 1)
-    prefix = ""
-    if module.startswith("layers."):
-        _, layer, module = module.split(".", 2)
-        prefix = f"model.layers.{layer}."
-    return [f"{prefix}{source}.{kind}" for source in SOURCES[module]]
-
-
-def checkpoint_tensors(folder: Path, parameters: Iterable[str]) -> Iterator[tuple[str, str, Any]]:
-    """(parameter, name in the checkpoint, tensor not yet read) for all that `parameters` are made of, in order.
-
-    A tensor is a slice of a memory-mapped file: `tensor.get_shape()` is free, `tensor[a:b]` reads those rows. The file
-    is opened anew for each, in half a millisecond, so that pages already copied are unmapped and take no memory.
-
-    Raises SetupError if a file or a weight is missing or broken, or the checkpoint has a weight that nothing would use.
-    """
-    files = _files(folder)
-    wanted = {source: parameter for parameter in parameters for source in sources(parameter)}
-    for source in files.keys() - wanted.keys():
-        if source != "lm_head.weight" and not source.endswith("rotary_emb.inv_freq"):  # a tied head; computed here
-            raise SetupError(f"{folder}: config.json leaves no place for the weight {source}. Download both again.")
-    for source, parameter in wanted.items():
-        if source not in files:
-            raise SetupError(f"{folder}: the weight {source} is missing. Download the checkpoint again.")
-        with _open(folder / files[source]) as tensors:
-            yield parameter, source, tensors.get_slice(source)
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """{weight: file}, from the index of a sharded checkpoint or from the single file."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return json.loads(index.read_text())["weight_map"]
-    with _open(folder / "model.safetensors") as tensors:
-        return dict.fromkeys(tensors.keys(), "model.safetensors")
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise SetupError(
-            f"{file}: can't be read as safetensors ({first_line(error)}). Download the checkpoint again."
-        ) from None
-
-
-def load_weights(model: nn.Module, folder: Path, take: Take = whole) -> None:
-    """Copy a checkpoint into the model's parameters, each tensor once, to their device and dtype.
-
-    Raises SetupError as `checkpoint_tensors` does, or if a weight doesn't have the parameter's shape.
-    """
-    parameters = dict(model.named_parameters())
-    filled = dict.fromkeys(parameters, 0)  # rows
-    for name, source, tensor in checkpoint_tensors(folder, parameters):
-        part = take(source, tensor)
-        start = filled[name]
-        filled[name] += part.shape[0]
-        place = parameters[name].data[start : filled[name]]
-        complete = filled[name] == parameters[name].shape[0] or source != sources(name)[-1]
-        if place.shape != part.shape or not complete:
-            raise SetupError(f"{folder}: {source} has shape {list(part.shape)}, which doesn't fit config.json.")
-        place.copy_(part)
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_model(
@@ -451,7 +294,7 @@ def load_model(
     model.to(dtype=dtype).to_empty(device=device).requires_grad_(False).eval()
     if config.tied:
         model.lm_head.weight = model.embedding.weight
-    frequencies, model.rope_factor = rope_frequencies(config)
+    frequencies, model.rope_factor = rope_frequencies(config.rope, config.head_dim)
     model.frequencies = frequencies.to(device)
     load_weights(model, folder)
     if pack and dtype == torch.float32 and torch.device(device).type == "cpu" and torch.backends.mkldnn.is_available():
