@@ -1,8 +1,8 @@
 # Each target sets up what it needs first; running one again costs nothing.
 #
 #   make serve    the newest chapter's server       CH=ch01_baseline for another, PORT=, MODEL=
-#   make test     everything that CI checks apart from lint
-#   make bench    both benchmarks of a chapter      CH=, ARGS="--load closed" for the online one
+#   make test     all tests
+#   make bench    both benchmarks of a chapter      CH=, ARGS="--load closed" goes to the online one
 #   make lint     ruff and mypy
 #   make model    only the set-up: environment and bundled model
 
@@ -74,3 +74,4 @@ lint: .venv/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@for chapter in $(CHAPTERS); do $(BIN)/mypy $$chapter/*.py || exit 1; done  # 04_engine.py is in each: one by one

@@ -10,8 +10,12 @@ import json
 import logging
 import re
 import secrets
+import signal
+import threading
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -29,6 +33,8 @@ logger = logging.getLogger("uvicorn.error")
 T = TypeVar("T")
 
 PING_SECONDS = 15.0  # silence on a stream after which a comment keeps proxies from closing it
+MAX_BODY_BYTES = 8 * 2**20  # several times the text of the longest context that is served here
+MAX_DETAILS = 20  # errors told of one request
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -63,7 +69,7 @@ def _handle_http_exception(request: Request, error: HTTPException) -> Response:
 
 def _handle_validation_error(request: Request, error: RequestValidationError) -> Response:
     # FastAPI's own answer repeats the input, which may hold what JSON can't: NaN, lone surrogates, raw bytes.
-    errors = error.errors()
+    errors = error.errors()[:MAX_DETAILS]
     detail = [{key: value for key, value in e.items() if key in ("type", "loc", "msg")} for e in errors]
     first, context = detail[0], errors[0].get("ctx", {})
     place = [str(part) for part in first["loc"] if part != "body"]
@@ -103,6 +109,16 @@ class StrictJSONRoute(APIRoute):
 
 
 class _StrictJSONRequest(Request):
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            body = bytearray()
+            async for chunk in self.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise HTTPException(413, f"the body is too large: at most {MAX_BODY_BYTES // 2**20} MB are read")
+            self._body = bytes(body)
+        return self._body
+
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
             body = await self.body()
@@ -173,10 +189,38 @@ class GateMiddleware:
         if self._expected is None or scope["method"] == "OPTIONS" or scope["path"] == "/health":
             return True
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), self._expected)
+        return scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode("latin-1"), self._expected)
 
 
-# --- clients that go away ---------------------------------------------------------------------------------------------
+# --- clients and servers that go away ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def before_stop_signals(callback: Callable[[], object]) -> Iterator[None]:
+    """Call `callback` on the event loop when SIGINT or SIGTERM comes, before the handler that is there.
+
+    uvicorn waits for open streams before it tells the app that it stops, and for ever: only the signal comes in time.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    loop = asyncio.get_running_loop()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def chained(number: int, frame: FrameType | None) -> None:
+        loop.call_soon_threadsafe(callback)
+        handler = handlers[signal.Signals(number)]
+        if callable(handler):
+            handler(number, frame)
+
+    for number, handler in handlers.items():
+        if callable(handler):  # a server's own; without one, the signal keeps its default effect
+            signal.signal(number, chained)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 async def until_disconnect(receive: Receive) -> None:

@@ -6,6 +6,7 @@ second.
     submit -> queue -> engine thread: engine.stream(...) -> DeltaStream -> event loop
 """
 
+import asyncio
 import logging
 import threading
 import time
@@ -83,6 +84,7 @@ def interruptible(model: torch.nn.Module, cancel: threading.Event | None) -> Ite
 class _Job:
     deltas: DeltaStream
     cancel: threading.Event
+    token_ids: list[int]
     future: Future[None] | None = None
 
 
@@ -105,9 +107,9 @@ class BlockingFrontend(OnlineInterface):
         self.engine.check_request(token_ids, params)
         if self.stats().waiting >= self.engine.max_waiting:
             raise QueueFullError(f"{self.engine.max_waiting} requests are waiting already: try again later")
-        job = _Job(DeltaStream(), threading.Event())
+        job = _Job(DeltaStream(), threading.Event(), list(token_ids))
         self._jobs[request_id] = job
-        job.future = self._executor.submit(self._run, job, list(token_ids), params)
+        job.future = self._executor.submit(self._run, job, params)
         return job.deltas
 
     def abort(self, request_id: str) -> None:
@@ -115,6 +117,7 @@ class BlockingFrontend(OnlineInterface):
         if job is not None:
             job.cancel.set()
             if job.future is not None and job.future.cancel():  # it hadn't begun
+                job.token_ids = []  # the executor keeps the job until its turn comes
                 job.deltas.put(None)
 
     def stats(self) -> EngineStats:
@@ -132,15 +135,15 @@ class BlockingFrontend(OnlineInterface):
             self._jobs[request_id].deltas.put(EngineDeadError("the server is stopping"))
             self.abort(request_id)
         if executor is not None:
-            executor.shutdown()
+            await asyncio.to_thread(executor.shutdown)
 
-    def _run(self, job: _Job, token_ids: list[int], params: SamplingParams) -> None:
+    def _run(self, job: _Job, params: SamplingParams) -> None:
         """One request, all its choices one after the other, in the engine's thread."""
         self._running = True
         try:
             for k in range(params.n):
                 began = time.perf_counter()
-                for delta in self.engine.stream(token_ids, params=params.for_choice(k), cancel=job.cancel):
+                for delta in self.engine.stream(job.token_ids, params=params.for_choice(k), cancel=job.cancel):
                     self.observe_step(time.perf_counter() - began)
                     job.deltas.put(replace(delta, index=k))
                     began = time.perf_counter()

@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from shared.errors import (
     ContextLengthError,
@@ -80,7 +80,7 @@ class Message(BaseModel):
     """One turn of a conversation. `content` may come as a list of parts; `text` is what the model sees."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
 
     @property
     def text(self) -> str:
@@ -90,7 +90,7 @@ class Message(BaseModel):
         for part in self.content:
             if part.type not in ("text", "refusal"):
                 raise UnsupportedParameterError(
-                    f"'messages' with a part of type '{part.type}' are not supported with this model: "
+                    f"'messages' with a part of type '{part.type[:50]}' are not supported with this model: "
                     "send parts of type 'text' only",
                     param="messages",
                 )
@@ -246,22 +246,34 @@ class BaseOfflineEngine(ABC):
         return self.tokenizer.apply_chat_template([message.for_template() for message in messages])
 
     def encode_prompt(self, prompt: str | TokenIds) -> list[int]:
-        """Token ids [T] of a prompt in either form."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        """Token ids [T] of a prompt in either form. Raises ContextLengthError for a text that is far too long."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        self.check_text(prompt)
+        return self.tokenizer.encode(prompt)
+
+    def check_text(self, text: str) -> None:
+        """Raise ContextLengthError if `text` can't fit the context, however it is cut into tokens.
+
+        Encoding megabytes takes many seconds, for a request that would be refused in the end.
+        """
+        at_least = len(text.encode()) // self.tokenizer.longest_token
+        if at_least > self.max_model_len:
+            raise ContextLengthError(self.max_model_len, at_least, 1)
 
     def check_request(self, token_ids: TokenIds, params: SamplingParams) -> None:
         """Raise RequestError if this request could never be run, however long it waited."""
         if not token_ids:
             raise RequestError("the prompt is empty: send at least one token", param="prompt")
+        least = 1 if params.max_tokens > 0 else 0  # one token must fit, or nothing could be generated
+        if len(token_ids) + least > self.max_model_len:
+            raise ContextLengthError(self.max_model_len, len(token_ids), least)
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < self.tokenizer.vocab_size:
                 raise RequestError(
                     f"token id {token_id} is out of the vocabulary: ids go from 0 to {self.tokenizer.vocab_size - 1}",
                     param="prompt",
                 )
-        least = 1 if params.max_tokens > 0 else 0  # one token must fit, or nothing could be generated
-        if len(token_ids) + least > self.max_model_len:
-            raise ContextLengthError(self.max_model_len, len(token_ids), least)
 
 
 class OnlineInterface(ABC):

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from shared.engine import (
     Delta,
-    EngineError,
     GenerateResult,
     OnlineInterface,
     RequestError,
@@ -60,7 +59,7 @@ class Generation:
         try:
             for engine_id, prompt, p in zip(self._ids, prompts, params, strict=True):
                 self._streams.append(engine.submit(engine_id, prompt, p))
-        except EngineError:
+        except Exception:
             for engine_id in self._ids:
                 engine.abort(engine_id)
             metrics.requests.labels("rejected").inc(len(self._choices))

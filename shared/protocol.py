@@ -25,6 +25,8 @@ from shared.sampling_params import (
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
+# Lists fail fast: an error for each of a million items would take seconds to make and megabytes to send.
+TokenIdList = Annotated[list[StrictInt], Field(fail_fast=True)]
 
 
 def contradiction(param: str, message: str) -> PydanticCustomError:
@@ -72,7 +74,7 @@ class _GenerationRequest(_Object):
     min_tokens: AtLeastZero = 0
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, Any] = {}  # refused unless empty, so its values don't matter
 
     @property
     def include_usage(self) -> bool:
@@ -118,7 +120,7 @@ class _GenerationRequest(_Object):
 class ChatRequest(_GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: AtLeastOne = 100
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool = False
@@ -164,7 +166,12 @@ class ChatRequest(_GenerationRequest):
 class CompletionRequest(_GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | TokenIdList
+        | Annotated[list[TokenIdList], Field(fail_fast=True)]
+    )
     max_tokens: AtLeastZero = 16
     echo: bool = False
     logprobs: Annotated[int | None, Field(ge=0, le=5), BeforeValidator(_off_if_false)] = None

@@ -57,6 +57,7 @@ def token_logprobs(logits: Tensor, token_ids: Rows[int], top: int) -> list[Token
     for start in range(0, len(token_ids), LOGPROB_ROWS):
         chosen = torch.tensor(token_ids[start : start + LOGPROB_ROWS], device=logits.device)
         logprobs = logits[start : start + LOGPROB_ROWS].float().log_softmax(dim=-1)  # [r, V]
+        logprobs.clamp_(min=-9999.0)  # JSON has no infinity
         own = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
         values, indices = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
         for token_id, logprob, ids, lps in zip(chosen.tolist(), own, indices.tolist(), values.tolist(), strict=True):

@@ -25,7 +25,11 @@ def _stop_strings(value: Any) -> Any:
     return [s for s in strings if s != ""] if isinstance(strings, list | tuple) else strings
 
 
-StopStrings = Annotated[tuple[str, ...], BeforeValidator(_stop_strings, json_schema_input_type=str | list[str] | None)]
+StopStrings = Annotated[
+    tuple[str, ...],
+    Field(max_length=64, fail_fast=True),
+    BeforeValidator(_stop_strings, json_schema_input_type=str | list[str] | None),
+]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from shared.asgi import (
     RequestIdMiddleware,
     StrictJSONRoute,
     add_error_handlers,
+    before_stop_signals,
     engine_error,
     error_body,
     unless_disconnected,
@@ -49,6 +50,8 @@ from shared.responses import (
     event,
 )
 
+GRACE_SECONDS = 2.0  # for running requests to finish after Ctrl-C; those that don't end with an error
+
 __all__ = ["ChatRequest", "CompletionRequest", "Message", "make_app"]
 
 
@@ -62,8 +65,15 @@ def make_app(engine: BaseOfflineEngine) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await online.start()
+        stopping: list[asyncio.Task[None]] = []
+
+        async def stop() -> None:
+            await asyncio.sleep(GRACE_SECONDS)
+            await online.shutdown()
+
         try:
-            yield
+            with before_stop_signals(lambda: stopping.append(asyncio.create_task(stop()))):
+                yield
         finally:
             await online.shutdown()
 
@@ -106,7 +116,10 @@ class _Routes:
         if (refusal := self._refusal(body.model)) is not None:
             return refusal
         body.check_supported()
-        prompt_ids = await asyncio.to_thread(self._encode_chat, body.messages)
+        encoding = asyncio.to_thread(self._encode_chat, body.messages)
+        prompt_ids = await unless_disconnected(request.receive, encoding)
+        if prompt_ids is None:
+            return _gone()
         params = body.sampling_params(len(prompt_ids), self.engine.max_model_len)
         head = self._head("chatcmpl-", "chat.completion")
         generation = Generation(self.online, self.metrics, head["id"], [prompt_ids], [params])
@@ -126,7 +139,10 @@ class _Routes:
         if len(prompts) * body.n > self.engine.max_waiting:
             message = f"prompt: at most {self.engine.max_waiting // body.n} prompts a request, got {len(prompts)}"
             return JSONResponse(error_body(message, param="prompt"), 400)
-        token_ids = await asyncio.to_thread(lambda: [self.engine.encode_prompt(prompt) for prompt in prompts])
+        encoding = asyncio.to_thread(lambda: [self.engine.encode_prompt(prompt) for prompt in prompts])
+        token_ids = await unless_disconnected(request.receive, encoding)
+        if token_ids is None:
+            return _gone()
         params = [body.sampling_params(len(ids), self.engine.max_model_len) for ids in token_ids]
         head = self._head("cmpl-", "text_completion")
         generation = Generation(self.online, self.metrics, head["id"], token_ids, params)
@@ -138,12 +154,16 @@ class _Routes:
         results = await self._results(request, generation)
         if results is None:
             return _gone()
-        choices = [
-            completion_choice(i, result, tokenizer, token_ids[i // body.n], echo[i // body.n] if echo else None)
-            for i, result in enumerate(results)
-        ]
-        metrics = generation.summary(results).as_dict()
-        return JSONResponse(head | {"choices": choices, "usage": generation.usage(), "metrics": metrics})
+
+        def respond() -> Response:  # in a thread, for log-probabilities of many prompts make megabytes
+            choices = [
+                completion_choice(i, result, tokenizer, token_ids[i // body.n], echo[i // body.n] if echo else None)
+                for i, result in enumerate(results)
+            ]
+            metrics = generation.summary(results).as_dict()
+            return JSONResponse(head | {"choices": choices, "usage": generation.usage(), "metrics": metrics})
+
+        return await asyncio.to_thread(respond)
 
     async def models(self) -> Json:
         """The one model that is served."""
@@ -164,12 +184,14 @@ class _Routes:
 
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         # The template has written the special tokens: none are added.
-        return self.engine.tokenizer.encode(self.engine.build_prompt(messages), add_special_tokens=False)
+        text = self.engine.build_prompt(messages)
+        self.engine.check_text(text)
+        return self.engine.tokenizer.encode(text, add_special_tokens=False)
 
     def _refusal(self, model: str) -> Response | None:
         if model in ("default", self.engine.model_id):
             return None
-        message = f"the model '{model}' does not exist: this server has '{self.engine.model_id}'"
+        message = f"the model '{model[:100]}' does not exist: this server has '{self.engine.model_id}'"
         return JSONResponse(error_body(message, param="model", code="model_not_found"), 404)
 
     def _model(self) -> Json:

@@ -35,7 +35,9 @@ class Tokenizer:
             raise SetupError(f"{folder}: no tokenizer could be loaded: {first_line(error)}") from error
         if not hasattr(self.hf, "backend_tokenizer"):
             raise SetupError(f"{folder}: its tokenizer has no tokenizer.json. Convert it to a fast tokenizer first.")
-        self.vocab_size = max(self.hf.get_vocab().values()) + 1
+        vocabulary = self.hf.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.longest_token = max(len(token.encode()) for token in vocabulary)  # bytes; no token stands for more
         self.eos_token_ids = _eos_token_ids(self.hf, folder)
         self.byte_level = "ByteLevel" in repr(self.hf.backend_tokenizer.decoder)
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)

@@ -52,16 +52,7 @@ def serve(app: FastAPI) -> Iterator[str]:
 def serve_chapter(chapter: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen]]:
     """Start a chapter's server as a reader does, and yield its base URL and process."""
     port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "uvicorn",
-        "05_server:app",
-        "--port",
-        str(port),
-        "--timeout-graceful-shutdown",
-        "5",
-    ]
+    command = [sys.executable, "-m", "uvicorn", "05_server:app", "--port", str(port)]
     process = subprocess.Popen(
         command,
         cwd=ROOT / chapter,
@@ -82,5 +73,8 @@ def serve_chapter(chapter: str, **environment: str) -> Iterator[tuple[str, subpr
         wait_until(ready, seconds=60)
         yield url, process
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(20)
+        if process.stderr is not None:
+            process.stderr.close()

@@ -79,6 +79,45 @@ def test_what_is_no_good_json_is_422(scripted, path: str, body: bytes):
     assert all(set(entry) == {"type", "loc", "msg"} for entry in response.json()["detail"])
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1.5] * 100_000}),
+        (CHAT, {"messages": [1] * 100_000}),
+        (CHAT, HELLO | {"messages": [{"role": "user", "content": [1, 1]}] * 10_000}),
+        (CHAT, HELLO | {"stop": [1] * 100_000}),
+        (CHAT, HELLO | {"stop": [str(i) for i in range(100)]}),
+    ],
+)
+def test_many_errors_in_one_request_are_not_all_told(scripted, path: str, body: dict):
+    """An error for each item blocks the server for seconds and answers with more megabytes than were sent."""
+    response = requests.post(scripted[1] + path, json=body, timeout=10)
+    assert response.status_code == 422
+    assert len(response.content) < 10_000
+
+
+def test_a_body_that_is_too_large_is_413(scripted):
+    """Else one client could fill the memory. What fits is still read whole."""
+    response = requests.post(scripted[1] + "/v1/completions", json={"prompt": "x" * 9 * 2**20}, timeout=10)
+    assert response.status_code == 413
+    assert "at most 8 MB" in error_of(response)["message"]
+    response = requests.post(scripted[1] + "/v1/completions", json={"prompt": "x", "user": "y" * 2**22}, timeout=10)
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_prompt_far_too_long_is_refused_without_encoding_it(scripted, monkeypatch, path: str):
+    """Encoding megabytes takes seconds, in which nobody else's prompt is encoded."""
+    engine, url = scripted
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda *args, **kwargs: pytest.fail("it was encoded"))
+    text = "a b" * 2**20
+    response = requests.post(
+        url + path, json={"prompt": text, "messages": [{"role": "user", "content": text}]}, timeout=10
+    )
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "context_length_exceeded"
+
+
 def test_a_forgotten_content_type_is_named(scripted):
     """curl -d without -H sends a form; "not a dictionary" wouldn't tell the reader what to mend."""
     response = requests.post(scripted[1] + CHAT, data=json.dumps(HELLO), timeout=5)
