@@ -1,6 +1,6 @@
 # Each target sets up what it needs first; running one again costs nothing.
 #
-#   make serve    the newest chapter's server       CH=ch01_baseline for another, PORT=, MODEL=
+#   make serve    the newest chapter's server       CH=ch01 for another, PORT=, MODEL=
 #   make test     all tests
 #   make bench    both benchmarks of a chapter      CH=, ARGS="--load closed" goes to the online one
 #   make lint     ruff and mypy
@@ -11,6 +11,7 @@ BIN      := .venv/bin
 BUNDLED  := models/SmolLM2-135M-Instruct/config.json
 CHAPTERS := $(sort $(wildcard ch[0-9][0-9]_*))
 CH       ?= $(lastword $(CHAPTERS))
+override CH := $(firstword $(filter $(CH:/=) $(CH:/=)_%,$(CHAPTERS)) $(CH))
 PORT     ?= 80$(shell echo $(CH) | cut -c3-4)
 ARGS     ?=
 INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
@@ -60,7 +61,7 @@ chapter:
 
 serve: chapter $(NEEDS_MODEL)
 	@$(BIN)/python -c "import socket; socket.create_server(('127.0.0.1', int('$(PORT)'))).close()" 2>/dev/null || \
-	  { echo "PORT=$(PORT) is in use, or is no port. Choose another: make serve PORT=8123" >&2; exit 1; }
+	  { echo "PORT=$(PORT) can't be used: another program has it, or it is no port. Try make serve PORT=8123" >&2; exit 1; }
 	@cd $(CH) && exec ../$(BIN)/uvicorn 05_server:app --port $(PORT) --timeout-graceful-shutdown 5
 
 bench: chapter $(NEEDS_MODEL)

@@ -23,7 +23,8 @@ def main() -> None:
 
 def show_pieces(tokenizer: Tokenizer) -> None:
     """How texts are cut up: frequent words are one token, rare ones several, digits stand alone."""
-    print("1. Text -> tokens. The bar | is where one token ends; a space belongs to the word after it.\n")
+    print("1. Text -> tokens. The bar | is where one token ends; a space belongs to the word after it.")
+    print("   How many tokens will the longest word below be?\n")
     for text in ("The capital of France is Paris.", "antidisestablishmentarianism", "In 2024, 3.14", "  indented"):
         token_ids = tokenizer.encode(text)
         pieces = "|".join(tokenizer.decode([token_id]) for token_id in token_ids)

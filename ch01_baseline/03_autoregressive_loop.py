@@ -24,7 +24,7 @@ def main() -> None:
     show_growth(engine)
 
 
-def show_greedy(engine: BaselineEngine, steps: int = 10) -> None:
+def show_greedy(engine: BaselineEngine, steps: int = 8) -> None:
     """The whole of text generation, in four lines."""
     print("\n1. Greedy: always the most likely token.\n")
     token_ids = engine.encode_prompt(PROMPT)
@@ -34,12 +34,12 @@ def show_greedy(engine: BaselineEngine, steps: int = 10) -> None:
     print(f"   {engine.tokenizer.decode(token_ids)}\n")
 
 
-def show_sampled(engine: BaselineEngine, steps: int = 6) -> None:
-    """Drawing the token instead. A low temperature keeps to the likely ones, a high one goes astray."""
-    print("2. Sampled, with a seed, so that you see the same as we did:\n")
+def show_sampled(engine: BaselineEngine, steps: int = 5) -> None:
+    """Drawing the token instead. A low temperature keeps to the likely ones, a high one wanders off."""
+    print("2. Sampled, with a seed, so that you see the same each time:\n")
     for temperature in (0.3, 1.0, 2.0):
         params = SamplingParams(temperature=temperature, seed=1)
-        print(f"   temperature {temperature}: {PROMPT}{engine.generate(PROMPT, steps, params).text!r}")
+        print(f"   temperature {temperature}: {PROMPT + engine.generate(PROMPT, steps, params).text!r}")
 
 
 def show_growth(engine: BaselineEngine) -> None:

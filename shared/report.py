@@ -75,7 +75,7 @@ def heading(result: Result) -> str:
     """What is measured, on what, and the limits it is held against."""
     machine, limits = result["machine"], result["limits"]
     settings = ", ".join(f"{name}={value}" for name, value in result["settings"].items())
-    cores = f"{machine['cores']} cores, {machine['threads']} threads"
+    cores = ", ".join(f"{machine[k]} {k[:-1] if machine[k] == 1 else k}" for k in ("cores", "threads"))
     lines = [
         f"{result['name']}, {result['benchmark']}: {result['model']}" + (f" ({settings})" if settings else ""),
         f"machine  {machine['processor']}, {cores}" + (f", {machine['gpu']}" if "gpu" in machine else ""),
