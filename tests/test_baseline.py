@@ -9,7 +9,8 @@ import torch
 
 from ch01_baseline.engine import BaselineEngine
 from shared.config import EngineConfig
-from shared.engine import Message, SamplingParams, SetupError
+from shared.engine import Message, SamplingParams, SetupError, UnsupportedParameterError
+from shared.peer import TransformersPeer
 from tests.tiny import IM_END, greedy_by_transformers
 
 PROMPTS = ["a", "Hello", "hi 😀é", "The quick brown fox jumps over the lazy dog. " * 2]
@@ -189,3 +190,15 @@ def test_a_broken_checkpoint_is_one_line(tmp_path, tiny_checkpoint, spoil, error
 def test_a_model_that_is_not_there_is_one_line_with_the_mend(model: str):
     with pytest.raises(SetupError, match=f"MODEL={model}"):
         BaselineEngine(EngineConfig(model=model))
+
+
+def test_the_peer_of_the_benchmark_gives_the_same_tokens(engine, tiny_checkpoint, monkeypatch):
+    """Padded on the wrong side, or without its mask, it would be measured at other work than ours."""
+    monkeypatch.setenv("MODEL", str(tiny_checkpoint))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    peer = TransformersPeer()
+    results, expected = peer.generate_batch(PROMPTS, params), engine.generate_batch(PROMPTS, params)
+    assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+    assert all(result.metrics.ttft_ms for result in results)
+    with pytest.raises(UnsupportedParameterError, match="greedy"):
+        peer.generate_batch(PROMPTS, SamplingParams(temperature=1.0))
