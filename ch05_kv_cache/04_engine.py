@@ -60,7 +60,9 @@ class KVCache:
         self._rows, self._new = list(new), list(new.values())
         starts = [self.lengths[row] for row in new]
         self._ends = [start + count for start, count in zip(starts, self._new, strict=True)]
-        self._mask = self._decode_mask() if self.decoding else None
+        # One new token for each of rows 0, 1, 2, ...: then all rows are answered together.
+        self._decoding = self._rows == list(range(len(self._rows))) and set(self._new) == {1}
+        self._mask = self._decode_mask() if self._decoding else None
         return torch.cat([torch.arange(s, e) for s, e in zip(starts, self._ends, strict=True)]).to(self.keys.device)
 
     def commit(self) -> None:
@@ -68,14 +70,9 @@ class KVCache:
         for row, end in zip(self._rows, self._ends, strict=True):
             self.lengths[row] = end
 
-    @property
-    def decoding(self) -> bool:
-        """Whether the pass has one new token for each of rows 0, 1, 2, ...: then all rows are answered together."""
-        return self._rows == list(range(len(self._rows))) and set(self._new) == {1}
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v [T, KV, D] of the new tokens and answer q [T, H, D] from all that is stored: [T, H, D]."""
-        return self._decode(layer, q, k, v) if self.decoding else self._prefill(layer, q, k, v)
+        return self._decode(layer, q, k, v) if self._decoding else self._prefill(layer, q, k, v)
 
     def _prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Several tokens a sequence: each sequence by itself, causally."""
@@ -97,7 +94,7 @@ class KVCache:
         """One token a sequence, all sequences in one product. Query heads that share a KV head are its rows."""
         B, H, D = q.shape
         KV, S = k.shape[1], max(self._ends)
-        if len(set(self._ends)) == 1:
+        if self._mask is None:  # all rows are equally long
             self.keys[layer, :B, :, S - 1], self.values[layer, :B, :, S - 1] = k, v
         else:
             rows, places = self._places
@@ -112,10 +109,10 @@ class KVCache:
 
     def _decode_mask(self) -> Tensor | None:
         """[B, 1, 1, S]: minus infinity on the places that a shorter row doesn't have; None if all are equally long."""
-        ends = torch.tensor(self._ends, device=self.keys.device)
-        self._places = torch.arange(len(self._ends), device=ends.device), ends - 1
         if len(set(self._ends)) == 1:
             return None
+        ends = torch.tensor(self._ends, device=self.keys.device)
+        self._places = torch.arange(len(self._ends), device=ends.device), ends - 1
         free = torch.arange(max(self._ends), device=ends.device) >= ends[:, None]  # [B, S]
         return torch.zeros(free.shape, dtype=self.keys.dtype, device=ends.device).masked_fill_(free, -torch.inf)[
             :, None, None
@@ -178,11 +175,7 @@ class KVCacheEngine(BaseOfflineEngine):
         self, prompts: Sequence[str | TokenIds], params: SamplingParams | None = None
     ) -> list[GenerateResult]:
         """As the contract says, `max_num_seqs` choices at a time: a static batch, which ends with its longest."""
-        params = params or SamplingParams()
-        encoded = [self.encode_prompt(prompt) for prompt in prompts]
-        for token_ids in encoded:
-            self.check_request(token_ids, params)
-        requests = [(token_ids, params.for_choice(k)) for token_ids in encoded for k in range(params.n)]
+        requests = self.choices(prompts, params or SamplingParams())
         results: list[GenerateResult] = []
         with self._one_at_a_time:
             for start in range(0, len(requests), self.config.max_num_seqs):

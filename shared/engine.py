@@ -235,11 +235,17 @@ class BaseOfflineEngine(ABC):
 
         Here one after the other. All prompts are checked before the first is run.
         """
-        params = params or SamplingParams()
+        choices = self.choices(prompts, params or SamplingParams())
+        return [self.generate(token_ids, params=choice) for token_ids, choice in choices]
+
+    def choices(
+        self, prompts: Sequence[str | TokenIds], params: SamplingParams
+    ) -> list[tuple[list[int], SamplingParams]]:
+        """(token ids, parameters) of each choice of a batch, in order. Raises RequestError if any can never be run."""
         encoded = [self.encode_prompt(prompt) for prompt in prompts]
         for token_ids in encoded:
             self.check_request(token_ids, params)
-        return [self.generate(ids, params=params.for_choice(k)) for ids in encoded for k in range(params.n)]
+        return [(token_ids, params.for_choice(k)) for token_ids in encoded for k in range(params.n)]
 
     def build_prompt(self, messages: Sequence[Message]) -> str:
         """The whole conversation as the text that the model was trained on, ready for the assistant's answer."""

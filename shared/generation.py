@@ -91,12 +91,10 @@ class Generation:
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage: each prompt counted once, the completions of all choices summed."""
-        prompt_tokens = sum(len(prompt) for prompt in self.prompts)
-        completion_tokens = sum(choice.tokens for choice in self._choices)
         usage: dict[str, object] = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
         }
         cached = [choice.cached_tokens for choice in self._choices[:: self.n]]
         if any(tokens is not None for tokens in cached):
@@ -107,12 +105,19 @@ class Generation:
         """The engine's metrics of a single choice; of several, their sums and the rate of them all."""
         if len(results) == 1:
             return results[0].metrics
-        output_tokens = sum(choice.tokens for choice in self._choices)
         return RequestMetrics(
-            input_tokens=sum(len(prompt) for prompt in self.prompts),
-            output_tokens=output_tokens,
-            throughput=round(output_tokens / (time.perf_counter() - self._began), 3),
+            input_tokens=self._prompt_tokens,
+            output_tokens=self._completion_tokens,
+            throughput=round(self._completion_tokens / (time.perf_counter() - self._began), 3),
         )
+
+    @property
+    def _prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+    @property
+    def _completion_tokens(self) -> int:
+        return sum(choice.tokens for choice in self._choices)
 
     def close(self) -> None:
         """Abort what still runs and count how it ended. It never waits, so that nothing can interrupt it."""

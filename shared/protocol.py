@@ -5,6 +5,7 @@ It knows the contract's parameter types and turns a request into SamplingParams;
     JSON -> ChatRequest | CompletionRequest -> check_supported, sampling_params -> SamplingParams
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -56,7 +57,7 @@ class ResponseFormat(_Object):
     type: Literal["text", "json_object", "json_schema"] = "text"
 
 
-class _GenerationRequest(_Object):
+class _GenerationRequest(_Object, ABC):
     """What both endpoints take."""
 
     model: str = "default"
@@ -80,16 +81,16 @@ class _GenerationRequest(_Object):
     def include_usage(self) -> bool:
         return self.stream and self.stream_options.include_usage
 
+    @abstractmethod
     def limit(self) -> int:
         """Tokens to generate at most, if the context is long enough."""
-        raise NotImplementedError
 
-    def limit_is_explicit(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def limit_is_explicit(self) -> bool: ...
 
+    @abstractmethod
     def report_logprobs(self) -> dict[str, int | None]:
         """Which log-probabilities the engine must report."""
-        raise NotImplementedError
 
     @model_validator(mode="after")
     def _check_min_tokens(self) -> "_GenerationRequest":

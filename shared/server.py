@@ -144,10 +144,10 @@ class _Routes:
         if token_ids is None:
             return _gone()
         params = [body.sampling_params(len(ids), self.engine.max_model_len) for ids in token_ids]
-        head = self._head("cmpl-", "text_completion")
-        generation = Generation(self.online, self.metrics, head["id"], token_ids, params)
         tokenizer = self.engine.tokenizer
         echo = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else None
+        head = self._head("cmpl-", "text_completion")
+        generation = Generation(self.online, self.metrics, head["id"], token_ids, params)
         if body.stream:
             chunks = completion_chunks(head, generation, tokenizer, body.include_usage, echo)
             return await self._stream(request, generation, chunks)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,14 +13,11 @@ from pathlib import Path
 import requests
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+
+from shared.server_process import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_until(condition, seconds: float = 10.0) -> None:
@@ -30,6 +26,16 @@ def wait_until(condition, seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s: {condition}"
         time.sleep(0.01)
+
+
+def samples(url: str) -> dict[str, float]:
+    """Every sample of /metrics, read by Prometheus' own parser."""
+    families = text_string_to_metric_families(requests.get(url + "/metrics", timeout=5).text)
+    return {
+        sample.name + "".join(f"{{{value}}}" for value in sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 @contextlib.contextmanager

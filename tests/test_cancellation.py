@@ -12,11 +12,10 @@ import anyio
 import openai
 import pytest
 import requests
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from shared.server import make_app
-from tests.serving import serve, wait_until
+from tests.serving import samples, serve, wait_until
 from tests.tiny import FakeOnlineEngine, ScriptedEngine
 
 CHAT = "/v1/chat/completions"
@@ -42,19 +41,10 @@ def online() -> Iterator[tuple[FakeOnlineEngine, str]]:
         yield engine, url
 
 
-def samples(url: str) -> dict[str, float]:
-    families = text_string_to_metric_families(requests.get(url + "/metrics", timeout=5).text)
-    return {
-        sample.name.removeprefix("engine_requests_") + "".join(sample.labels.values()): sample.value
-        for family in families
-        for sample in family.samples
-    }
-
-
 def gauges(url: str) -> tuple[float, float]:
     """(running, waiting)"""
     values = samples(url)
-    return values["running"], values["waiting"]
+    return values["engine_requests_running"], values["engine_requests_waiting"]
 
 
 def send(url: str, path: str = CHAT, **fields: object) -> socket.socket:
@@ -82,7 +72,7 @@ def test_a_client_that_goes_away_frees_the_engine_within_a_second(served, stream
             received += connection.recv(4096)
     connection.close()
     wait_until(lambda: gauges(url) == (0, 0), seconds=1)
-    wait_until(lambda: samples(url)["totalaborted"] == 1, seconds=1)
+    wait_until(lambda: samples(url)["engine_requests_total{aborted}"] == 1, seconds=1)
     gc.collect()  # asyncio logs a task's lost exception when the task is collected
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR], "a traceback for each client"
     engine.gate.release(100)
@@ -186,7 +176,7 @@ def test_a_full_queue_is_429_before_the_stream_starts(served, stream: bool):
     assert response.status_code == 429
     assert response.headers["retry-after"] == "1"
     assert response.json()["error"]["code"] == "rate_limit_exceeded"
-    assert samples(url)["totalrejected"] == 1
+    assert samples(url)["engine_requests_total{rejected}"] == 1
     for connection in open_ones:
         connection.close()
     wait_until(lambda: gauges(url) == (0, 0))
@@ -220,7 +210,7 @@ def test_a_failure_before_the_first_token_is_a_500(served, stream: bool):
     assert "secret" not in response.text
     engine.fail_at = None
     assert requests.post(url + CHAT, json=HELLO, timeout=5).status_code == 200
-    assert samples(url)["totalerror"] == 1
+    assert samples(url)["engine_requests_total{error}"] == 1
 
 
 def test_a_failure_after_the_first_token_is_the_last_event(served):

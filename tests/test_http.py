@@ -6,10 +6,9 @@ import socket
 import openai
 import pytest
 import requests
-from prometheus_client.parser import text_string_to_metric_families
 
 from shared.server import make_app
-from tests.serving import serve
+from tests.serving import samples, serve
 from tests.tiny import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
@@ -244,16 +243,6 @@ def test_health(scripted):
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
     head = requests.head(scripted[1] + "/health", timeout=5)
     assert (head.status_code, head.content) == (200, b"")
-
-
-def samples(url: str) -> dict[str, float]:
-    """Every sample of /metrics, read by Prometheus' own parser."""
-    families = text_string_to_metric_families(requests.get(url + "/metrics", timeout=5).text)
-    return {
-        sample.name + "".join(f"{{{value}}}" for value in sample.labels.values()): sample.value
-        for family in families
-        for sample in family.samples
-    }
 
 
 def test_metrics_count_what_happened(scripted):
