@@ -34,7 +34,8 @@ from transformers import PretrainedConfig
 
 from shared.checkpoint import load_config
 from shared.errors import SetupError
-from shared.rope import ROPE_SETTINGS, rope_frequencies, rotate
+from shared.kernels import rms_norm, rotate_, silu_mul
+from shared.rope import ROPE_SETTINGS, rope_frequencies
 from shared.weights import load_weights
 
 # (layer, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H, D]; k and v are those of the T new tokens alone
@@ -163,7 +164,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
         if x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[0] <= FEW_ROWS and self.bias is None:
             shares = math.gcd(self.out_features, torch.get_num_threads())
             weight = self.weight.view(shares, -1, self.in_features)
@@ -180,12 +181,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu":
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # On CPU that is eight kernels, and the mean the slowest of them: with the norm, most work on one number a row.
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = norm.square_().mul_(1 / x.shape[-1]).add_(self.eps).rsqrt_()
-        return (scale * x).mul_(self.weight).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -203,10 +199,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x [T, hidden], cos and sin [T, 1, D] -> [T, hidden]."""
         T, H, KV = x.shape[0], self.num_heads, self.num_kv_heads
-        qk, v = self.qkv(x).view(T, H + 2 * KV, self.head_dim).split((H + KV, KV), dim=1)
+        qkv = self.qkv(x).view(T, H + 2 * KV, self.head_dim)
+        q, k, v = qkv.split((H, KV, KV), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, :H]), self.k_norm(qk[:, H:])), dim=1)
-        q, k = rotate(qk, cos, sin).split((H, KV), dim=1)  # together: one pass of kernels instead of two
+            q.copy_(self.q_norm(q)), k.copy_(self.k_norm(k))
+        rotate_(qkv[:, : H + KV], cos, sin)  # q and k
         return self.out(attend(self.layer, q, k, v).reshape(T, -1))
 
 
@@ -219,8 +216,7 @@ class MLP(nn.Module):
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [T, intermediate] each
-        return self.down(F.silu(gate) * up)
+        return self.down(silu_mul(self.gate_up(x)))
 
 
 class Layer(nn.Module):

@@ -1,8 +1,8 @@
-"""Rotary positions: how far each pair of dimensions of a head turns at each position, and the turning.
+"""Rotary positions: how far each pair of dimensions of a head turns at each position.
 
 It knows config.json's rope settings and nothing else of the model.
 
-    rope settings -> rope_frequencies [D/2] -> angles of positions -> cos, sin -> rotate(q, k)
+    rope settings -> rope_frequencies [D/2] -> angles of positions -> cos, sin -> kernels.rotate_
 """
 
 import math
@@ -68,11 +68,3 @@ def _yarn(frequencies: Tensor, rope: dict[str, Any], D: int) -> tuple[Tensor, fl
         if rope.get("mscale") and rope.get("mscale_all_dim"):
             attention_factor = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
     return frequencies, attention_factor
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn dimensions d and d + D/2 of each head of x [T, heads, D] together by the token's angle (RoFormer, eq. 34).
-
-    cos, sin [T, 1, D]; the first half of sin is negative, so that two kernels and a roll do what takes six by the book.
-    """
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
