@@ -119,7 +119,7 @@ class RequestMetrics:
 
     input_tokens: int
     output_tokens: int
-    throughput: float  # output tokens per second, from the start of the request's first forward pass
+    throughput: float  # output tokens per second, from the request's start, or its submission
     ttft_ms: float | None = None  # time to first token
     tpot_ms: float | None = None  # time per output token, without the first
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache
@@ -332,6 +332,17 @@ class DeltaStream:
     def put(self, item: Delta | Exception | None) -> None:
         with suppress(RuntimeError):  # the loop is closed: the server has stopped and nobody reads on
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    @staticmethod
+    def put_all(loop: asyncio.AbstractEventLoop, items: "Sequence[tuple[DeltaStream, Delta | Exception | None]]") -> None:
+        """`put` for many streams of one event loop, which is woken once: a step has a delta for each request."""
+
+        def deliver() -> None:
+            for stream, item in items:
+                stream._queue.put_nowait(item)
+
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(deliver)
 
     def __aiter__(self) -> "DeltaStream":
         return self

@@ -1,6 +1,6 @@
-"""Norm, rope and the mlp's gate: one C++ kernel each where float32 on CPU allows it, and plain torch, the oracle, elsewhere.
+"""Products of few rows, norm, rope and the mlp's gate: a C++ kernel where float32 on CPU allows it, else plain torch.
 
-It knows tensors only. `shared/model.py` calls these and doesn't know which of the two runs.
+It knows tensors only. `shared/model.py` calls these and doesn't know which of the two runs; torch is the oracle.
 
     x -> fits the kernel? -> kernels.cpp, else torch -> x
 """
@@ -15,11 +15,14 @@ from torch import Tensor
 from shared import native
 from shared.native import pointer
 
+FEW_ROWS = 16  # up to here a product with weights waits for memory: a decode step, not a prompt
+
 
 def _library() -> ctypes.PyDLL | None:
     library = native.load(Path(__file__).with_name("kernels.cpp"))
     if library is not None:
         P, N = ctypes.c_void_p, ctypes.c_int64
+        library.linear.argtypes = [P, N, P, P, N, N, N, ctypes.c_int]
         library.rms_norm.argtypes = [P, N, P, P, N, N, N, ctypes.c_float, ctypes.c_int]
         library.rotate.argtypes = [P, N, P, P, N, N, N, ctypes.c_int]
         library.silu_mul.argtypes = [P, P, N, N, ctypes.c_int]
@@ -27,6 +30,17 @@ def _library() -> ctypes.PyDLL | None:
 
 
 LIBRARY = _library()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, in] times weight [out, in], transposed, plus bias [out]: [T, out]. The kernel is made for few rows."""
+    if LIBRARY is None or len(x) > FEW_ROWS or not native.fits(x, weight) or not weight.is_contiguous():
+        return F.linear(x, weight, bias)
+    T, size = x.shape
+    out = torch.empty(T, len(weight))
+    threads = torch.get_num_threads()
+    LIBRARY.linear(pointer(x), x.stride(0), pointer(weight), pointer(out), T, size, len(weight), threads)
+    return out if bias is None else out.add_(bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,6 +12,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -115,6 +116,20 @@ def busy_share(interval_s: float = 0.5) -> float:
     Threads of a matrix product wait for each other: where another program takes a core, all of them become slow.
     """
     return psutil.cpu_percent(interval_s) / 100
+
+
+def free_memory(device: torch.device | str = "cpu") -> int:
+    """Bytes that can still be had on the device; on CPU, what a container's limit leaves if that is less."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")  # version 2; a container sees its own group here
+    with suppress(OSError, ValueError, KeyError):  # there is none, or its limit is "max"
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # that would be given back
+        free = min(free, int((group / "memory.max").read_text()) - used)
+    return max(0, free)
 
 
 def available_cores() -> int:

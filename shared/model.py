@@ -28,20 +28,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from shared.checkpoint import load_config
 from shared.errors import SetupError
-from shared.kernels import rms_norm, rotate_, silu_mul
+from shared.kernels import FEW_ROWS, linear, rms_norm, rotate_, silu_mul
 from shared.rope import ROPE_SETTINGS, rope_frequencies
 from shared.weights import load_weights
 
 # (layer, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H, D]; k and v are those of the T new tokens alone
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-FEW_ROWS = 16  # up to here a product with weights waits for memory: a decode step, not a prompt
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -151,8 +148,8 @@ class Linear(nn.Linear):
 
     A decode step reads all weights for a few rows, so it can't be faster than memory. F.linear in float32 on CPU is far
     from that: one row gets half of the bandwidth, since MKL keeps it in one thread, and eight get a quarter. oneDNN
-    does better once the weights lie in its own blocked order (`pack`). Weights that must stay as they are do better as
-    the left factor than as the right one, a share of their rows for each thread.
+    does better once the weights lie in its own blocked order (`pack`); weights that must stay as they are, such as those
+    of a head that is also the embedding, have a kernel of ours.
     """
 
     packed: Tensor | None = None
@@ -165,11 +162,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
-        if x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[0] <= FEW_ROWS and self.bias is None:
-            shares = math.gcd(self.out_features, torch.get_num_threads())
-            weight = self.weight.view(shares, -1, self.in_features)
-            return torch.bmm(weight, x.T.expand(shares, -1, -1)).view(self.out_features, -1).T
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):

@@ -54,7 +54,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the whole sequence, without special tokens. Bytes that are no UTF-8 become U+FFFD."""
-        return self.hf.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
         """The conversation as the model was trained to see it, ready for its answer.

@@ -13,6 +13,7 @@ from tests.tiny import greedy_by_transformers
 
 CHAPTERS = {
     "ch05_kv_cache": "KVCacheEngine",
+    "ch09_async_scheduling": "AsyncEngine",
 }
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -28,18 +28,20 @@ def test_every_kernel_gives_torch_s_numbers(rows: int, size: int, monkeypatch: p
     wide = torch.randn(rows, 2 * size + 3)
     x, weight, gate_up = wide[:, :size], torch.randn(size), 4 * torch.randn(rows, 2 * size)
     heads = torch.randn(rows, 5, 2 * size)
+    matrix, bias = torch.randn(9, size), torch.randn(9)
     angles = torch.randn(rows, 1, size)
     cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
 
     def run() -> list[torch.Tensor]:
         turned = heads.clone()
         kernels.rotate_(turned[:, :3], cos, sin)
-        return [kernels.rms_norm(x, weight, 1e-5), kernels.silu_mul(gate_up), turned]
+        product = kernels.linear(x[: kernels.FEW_ROWS], matrix, bias)
+        return [product, kernels.rms_norm(x, weight, 1e-5), kernels.silu_mul(gate_up), turned]
 
     fast = run()
     monkeypatch.setattr(kernels, "LIBRARY", None)
     for ours, oracle in zip(fast, run(), strict=True):
-        torch.testing.assert_close(ours, oracle, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, oracle, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("built")

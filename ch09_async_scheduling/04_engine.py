@@ -1,0 +1,448 @@
+"""Chapter 9's engine: a thread of its own runs one step after the other, and requests join and leave at every step.
+
+It knows queues, the scheduler, the cache and the model. It knows no HTTP: a handler submits and reads deltas.
+
+    any thread:      submit, abort --> inbox                              deltas --> the request's reader
+                                        v                                   ^
+    engine thread:   scheduler --> plan --> one packed forward --> logits --> sample --> append
+"""
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from ch05_kv_cache.engine import KVCacheConfig
+from ch09_async_scheduling.scheduler import ScheduledSequence, Scheduler
+from ch09_async_scheduling.slot_cache import SlotCache
+from shared.checkpoint import checkpoint_folder, model_id
+from shared.engine import (
+    BaseOnlineEngine,
+    Delta,
+    DeltaStream,
+    EngineDeadError,
+    EngineError,
+    EngineStats,
+    GenerateResult,
+    QueueFullError,
+    RequestError,
+    RequestFailedError,
+    SamplingParams,
+    TokenIds,
+)
+from shared.model import Transformer, load_model
+from shared.sampler import sample, token_logprobs
+from shared.tokenizer import Tokenizer
+from shared.trace import StepTrace
+
+logger = logging.getLogger("uvicorn.error")  # the server's own log
+
+Item = Delta | Exception | None  # what a request's reader gets; None is the end
+
+
+class AsyncConfig(KVCacheConfig):
+    max_num_batched_tokens: int = Field(default=512, ge=1, description="tokens of a step: decodes and prefill chunks")
+    max_waiting: int = Field(default=256, ge=1, description="choices that may wait; beyond that a request gets 429")
+    trace: str | None = Field(default=None, description="a file that gets a JSON line a step")
+
+    @model_validator(mode="after")
+    def _every_sequence_gets_a_token(self) -> "AsyncConfig":
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"MAX_NUM_BATCHED_TOKENS={self.max_num_batched_tokens} is less than "
+                f"MAX_NUM_SEQS={self.max_num_seqs}, and each sequence needs a token in every step"
+            )
+        return self
+
+
+@dataclass
+class Plan:
+    """One forward pass as plain data: T packed tokens of S sequences, and the R rows whose logits are asked for."""
+
+    token_ids: list[int]  # [T]
+    slots: list[int]  # [S]
+    starts: list[int]  # [S], tokens that are in the cache already
+    counts: list[int]  # [S], new tokens; they sum to T
+    rows: list[int]  # [R]
+
+
+@dataclass(eq=False)
+class Request:
+    """What was submitted: its choices, and where its deltas go."""
+
+    id: str
+    put: Callable[[Item], None]
+    sequences: list[ScheduledSequence]
+    unfinished: int  # choices
+    arrived: float = field(default_factory=time.perf_counter)
+    aborted: bool = False
+
+
+class Interrupted(Exception):
+    """A pass was given up in the middle, because nobody waits for any of its sequences."""
+
+
+class AsyncEngine(BaseOnlineEngine):
+    """Continuous batching over slots of a contiguous cache.
+
+    Raises SetupError, one line, if the model, a setting or the cache's size can't be used.
+    """
+
+    config_class: type[AsyncConfig] = AsyncConfig
+
+    def __init__(self, config: AsyncConfig | None = None) -> None:
+        self.config = config = config or self.config_class()
+        folder = checkpoint_folder(config.model)
+        self.model_id = model_id(config.model)
+        self.tokenizer = Tokenizer(folder)
+        self.model: Transformer = load_model(folder, config.torch_dtype(), config.torch_device())
+        self.max_model_len = config.context_length(self.model.max_model_len)
+        self.max_waiting = config.max_waiting
+        self.scheduler = self.make_scheduler()
+        self._trace = StepTrace(config.trace) if config.trace else None
+        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards the next three
+        self._requests: dict[str, Request] = {}
+        self._unfinished = 0  # choices of all requests
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._error: str | None = "the engine isn't running: it is starting or stopping"
+        self._ids = itertools.count()
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[DeltaStream, Item]]] = defaultdict(list)
+        config.announce(self.max_model_len)
+
+    # --- what another cache or model replaces -------------------------------------------------------------------------
+
+    def make_scheduler(self) -> Scheduler:
+        """The cache, and the scheduler that hands it out."""
+        c, device = self.config, self.config.torch_device()
+        self.cache = SlotCache(self.model.config, c.max_num_seqs, self.max_model_len, c.torch_dtype(), device)
+        return Scheduler(self.cache, c.max_num_seqs, c.max_num_batched_tokens)
+
+    def order(self, step: list[tuple[ScheduledSequence, int]]) -> list[tuple[ScheduledSequence, int]]:
+        """A step's sequences in the order in which the cache wants them packed."""
+        return sorted(step, key=lambda item: (item[1] > 1, item[0].slot))
+
+    def plan(self, step: list[tuple[ScheduledSequence, int]], rows: list[int]) -> Plan:
+        return Plan(
+            token_ids=[token for seq, count in step for token in seq.tokens(seq.computed, count)],
+            slots=[seq.slot for seq, _ in step if seq.slot is not None],
+            starts=[seq.computed for seq, _ in step],
+            counts=[count for _, count in step],
+            rows=rows,
+        )
+
+    def forward(self, plan: Plan, still_wanted: Callable[[], None]) -> Tensor:
+        """Run a plan and return the logits [R, V]. `still_wanted` is called once a layer and may raise Interrupted."""
+        positions = self.cache.begin_step(plan.slots, plan.starts, plan.counts)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            still_wanted()
+            return self.cache.attend(layer, q, k, v)
+
+        hidden = self.model(torch.tensor(plan.token_ids, device=positions.device), positions, attend)
+        return self.model.logits(hidden[plan.rows]) if plan.rows else hidden[:0]
+
+    def memory(self) -> tuple[int, int]:
+        """(used, all) of whatever the cache hands out, for the trace."""
+        return self.cache.num_used, self.cache.num_slots
+
+    # --- the callers' side: any thread --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._stopping, self._error = False, None
+                self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+                self._thread.start()
+
+    def submit(self, request_id: str, token_ids: TokenIds, params: SamplingParams) -> DeltaStream:
+        deltas = DeltaStream()
+        loop = asyncio.get_running_loop()
+        self._submit(request_id, lambda item: self._outbox[loop].append((deltas, item)), token_ids, params)
+        return deltas
+
+    def _submit(self, request_id: str, put: Callable[[Item], None], token_ids: TokenIds, params: SamplingParams) -> None:
+        self.check_request(token_ids, params)
+        if params.n > self.max_waiting:
+            raise RequestError(f"n: {params.n} choices never fit a queue of MAX_WAITING={self.max_waiting}", param="n")
+        sequences = [
+            ScheduledSequence(token_ids, params.for_choice(k), self.tokenizer, self.max_model_len, k)
+            for k in range(params.n)
+        ]
+        with self._lock:
+            if self._error is not None:
+                raise EngineDeadError(self._error)
+            if request_id in self._requests:
+                raise RequestError(f"a request with the id {request_id} is open already: choose another")
+            if self.waiting + params.n > self.max_waiting:
+                raise QueueFullError(f"{self.waiting} of at most {self.max_waiting} requests are waiting: try later")
+            request = self._requests[request_id] = Request(request_id, put, sequences, params.n)
+            self._unfinished += params.n
+        self._inbox.put(("add", request))
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            request = self._requests.get(request_id)
+        if request is not None and not request.aborted:
+            request.aborted = True
+            self._inbox.put(("abort", request))
+
+    @property
+    def waiting(self) -> int:
+        """Choices that were submitted and don't run yet, in the inbox or in the queue."""
+        return max(0, self._unfinished - len(self.scheduler.running))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self.scheduler.running), waiting=self.waiting)
+
+    def error(self) -> str | None:
+        return self._error
+
+    async def shutdown(self) -> None:
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """End every open request with an error, and the thread. Idempotent; the engine can be started again."""
+        with self._lock:
+            thread = self._thread
+            if thread is None:
+                return
+            self._stopping = True
+            self._error = self._error or "the engine isn't running: it is starting or stopping"
+        self._inbox.put(("stop", None))
+        thread.join()
+        with self._lock:
+            self._thread = None
+
+    # --- the same without a server ------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: str | TokenIds,
+        max_new_tokens: int | None = None,
+        params: SamplingParams | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Iterator[Delta]:
+        params = params or SamplingParams()
+        if max_new_tokens is not None:
+            params = replace(params, max_tokens=max_new_tokens)
+        if params.n != 1:
+            raise RequestError("a stream is one choice: n must be 1 here; generate_batch takes any n", param="n")
+        self._start()
+        items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        request_id = f"stream-{next(self._ids)}"
+        self._submit(request_id, items.put, self.encode_prompt(prompt), params)
+        try:
+            while cancel is None or not cancel.is_set():
+                try:
+                    item = items.get(timeout=None if cancel is None else 0.05)
+                except queue.Empty:
+                    continue
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    return
+                yield item
+        finally:
+            self.abort(request_id)
+
+    def generate_batch(
+        self, prompts: Sequence[str | TokenIds], params: SamplingParams | None = None
+    ) -> list[GenerateResult]:
+        """As the contract says. All are submitted as far as the queue takes them, and batched as they come."""
+        requests = self.choices(prompts, params or SamplingParams())
+        self._start()
+        items: queue.SimpleQueue[tuple[int, Item]] = queue.SimpleQueue()
+        deltas: list[list[Delta]] = [[] for _ in requests]
+        ids: dict[int, str] = {}  # of those that are submitted and not at their end
+        todo = iter(enumerate(requests))
+        upcoming = next(todo, None)
+        try:
+            while ids or upcoming is not None:
+                while upcoming is not None and self.waiting < self.max_waiting:
+                    number, (token_ids, choice) = upcoming
+                    ids[number] = f"batch-{next(self._ids)}"
+                    self._submit(
+                        ids[number], lambda item, number=number: items.put((number, item)), token_ids, choice
+                    )
+                    upcoming = next(todo, None)
+                number, item = items.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    del ids[number]
+                else:
+                    deltas[number].append(item)
+        finally:
+            for request_id in ids.values():
+                self.abort(request_id)
+        return [GenerateResult.from_deltas(each) for each in deltas]
+
+    # --- the engine thread: nothing below is called from another ------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            while not self._stopping:
+                self._read_inbox()
+                if self.scheduler.has_work and not self._stopping:
+                    self.step()
+            self._end_all(EngineDeadError("the server is stopping"))
+        except BaseException as error:
+            logger.exception("the engine's loop has died")
+            with self._lock:
+                self._error = f"the engine's loop has died: {type(error).__name__}"
+            self._end_all(EngineDeadError(self._error))
+        if self._trace:
+            self._trace.close()
+
+    def _read_inbox(self) -> None:
+        """Take in what has come; sleep in the queue if there is nothing else to do."""
+        wait = not self.scheduler.has_work
+        while wait or not self._inbox.empty():
+            kind, request = self._inbox.get()
+            wait = False
+            if kind == "add" and self._requests.get(request.id) is request:
+                for seq in request.sequences:
+                    seq.owner = request
+                    self.scheduler.add(seq)
+                if self._trace:
+                    self._trace.arrived(request.id, request.arrived)
+            elif kind == "abort":
+                self._end(request, None)
+        self._send()
+
+    def step(self) -> None:
+        """One step: schedule, run, sample, send."""
+        began = time.perf_counter()
+        step = self.order(self.scheduler.schedule())
+        # The rows of whose hidden states something is read: the last of a sequence, or all of a scored prompt.
+        sampled, rows, wanted, row = [], [], [], 0
+        for seq, count in step:
+            if seq.scores_prompt:
+                wanted.append((seq, count, len(rows)))
+                rows += range(row, row + count)
+            elif count == seq.left:
+                rows.append(row + count - 1)
+            if count == seq.left:
+                sampled.append((seq, len(rows) - 1))
+            row += count
+        traced = [(seq.owner.id, seq.index, count, seq.phase) for seq, count in step] if self._trace else []
+        try:
+            logits = self.forward(self.plan(step, rows), self._still_wanted(step))
+        except Interrupted:
+            return
+        for seq, count, at in wanted:
+            self._score_prompt(seq, count, logits[at : at + count])
+        for seq, count in step:
+            seq.computed += count
+        for seq, _ in sampled:
+            if seq.max_tokens == 0:
+                self._deliver(seq, seq.finish_without_output())
+        sampled = [item for item in sampled if not item[0].finished]
+        if sampled:
+            self._sample(logits[[at for _, at in sampled]], [seq for seq, _ in sampled])
+        self._send()
+        self.observe_step(time.perf_counter() - began)
+        if self._trace:
+            counts = len(self.scheduler.running), len(self.scheduler.waiting)
+            self._trace.step(began, traced, *counts, self.memory())
+
+    def _still_wanted(self, step: list[tuple[ScheduledSequence, int]]) -> Callable[[], None]:
+        requests = {seq.owner for seq, _ in step}
+
+        def check() -> None:
+            if self._stopping or all(request.aborted for request in requests):
+                raise Interrupted
+
+        return check
+
+    def _score_prompt(self, seq: ScheduledSequence, count: int, logits: Tensor) -> None:
+        """Log-probabilities of the tokens that follow the `count` new ones, as far as they are the prompt's."""
+        following = seq.prompt_ids[seq.computed + 1 : seq.computed + 1 + count]
+        if following:
+            seq.scored += token_logprobs(logits[: len(following)], following, seq.params.prompt_logprobs or 0)
+        if count == seq.left:
+            seq.prompt_logprobs = (None, *seq.scored)
+
+    def _sample(self, logits: Tensor, sequences: list[ScheduledSequence]) -> None:
+        """Append a token to each; if that fails, to each alone, so that only those that fail by themselves end."""
+        states = {seq: seq.generator.get_state() for seq in sequences if not seq.params.greedy}
+        try:
+            tokens: list[Any] = sample(logits, sequences)
+        except Exception:
+            tokens = []
+            for row, seq in enumerate(sequences):
+                if seq in states:
+                    seq.generator.set_state(states[seq])  # a number that was drawn in vain would change its text
+                try:
+                    tokens += sample(logits[row : row + 1], [seq])
+                except Exception as error:
+                    tokens.append(error)
+        for seq, token in zip(sequences, tokens, strict=True):
+            try:
+                if isinstance(token, Exception):
+                    raise token
+                delta = seq.append(*token)
+            except Exception as error:
+                self._fail(seq.owner, error)
+            else:
+                self._deliver(seq, delta)
+
+    def _deliver(self, seq: ScheduledSequence, delta: Delta) -> None:
+        request = seq.owner
+        request.put(replace(delta, index=seq.index) if seq.index else delta)
+        if seq.finished:
+            with self._lock:
+                request.unfinished -= 1
+                self._unfinished -= 1
+            self.scheduler.remove(seq)
+            if request.unfinished == 0:
+                self._end(request, None)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        if not isinstance(error, EngineError):
+            logger.error("a request failed inside the engine", exc_info=error)
+            error = RequestFailedError(f"the request failed inside the engine: {type(error).__name__}")
+        self._end(request, error)
+
+    def _end(self, request: Request, error: Exception | None) -> None:
+        """Forget a request and tell its reader. Good in every state, and more than once."""
+        with self._lock:
+            if self._requests.get(request.id) is not request:
+                return
+            del self._requests[request.id]
+            self._unfinished -= request.unfinished
+        for seq in request.sequences:
+            self.scheduler.remove(seq)
+        if error is not None:
+            request.put(error)
+        request.put(None)
+        if self._trace:
+            self._trace.ended(request.id)
+
+    def _end_all(self, error: Exception) -> None:
+        with self._lock:
+            requests = list(self._requests.values())
+        for request in requests:
+            self._end(request, error)
+        self._send()
+
+    def _send(self) -> None:
+        """Wake each event loop once with all that the step has for its requests."""
+        for loop, items in list(self._outbox.items()):
+            del self._outbox[loop]
+            DeltaStream.put_all(loop, items)
