@@ -20,6 +20,7 @@ from shared.blocking import OneAtATime, interruptible
 from shared.checkpoint import checkpoint_folder, model_id
 from shared.config import EngineConfig
 from shared.engine import BaseOfflineEngine, Delta, GenerateResult, RequestMetrics, SamplingParams, TokenIds
+from shared.machine import zeros
 from shared.model import ModelConfig, load_model
 from shared.sampler import sample, token_logprobs
 from shared.sequence import Sequence as GeneratedSequence
@@ -44,8 +45,7 @@ class KVCache:
     def __init__(self, config: ModelConfig, rows: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         shape = (config.num_layers, rows, config.num_kv_heads, max_len, config.head_dim)
         # Zeros, for whatever stands in a free place is multiplied by 0 in the end, and NaN times 0 is NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        self.keys, self.values = zeros(shape, dtype, device), zeros(shape, dtype, device)
         self.lengths = [0] * rows
         self._new: list[int] = []
         self._mask: Tensor | None = None

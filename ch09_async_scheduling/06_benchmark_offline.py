@@ -9,7 +9,7 @@ from ch09_async_scheduling.engine import AsyncEngine
 from shared.benchmark import offline
 from shared.workload import WorkloadConfig
 
-CONFIG = WorkloadConfig(requests=32, prompt_tokens=64, output_tokens=32)
+CONFIG = WorkloadConfig(requests=16, prompt_tokens=64, output_tokens=32)
 
 if __name__ == "__main__":
     offline(Path(__file__).resolve().parent, AsyncEngine, CONFIG, batch_sizes=(1, 8, 32))

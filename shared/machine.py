@@ -7,6 +7,7 @@ every token, so arithmetic bounds it. It knows no engine; a model is a number of
     process id -> PeakMemory -> bytes
 """
 
+import math
 import os
 import platform
 import threading
@@ -19,6 +20,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -130,6 +132,13 @@ def free_memory(device: torch.device | str = "cpu") -> int:
         used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # that would be given back
         free = min(free, int((group / "memory.max").read_text()) - used)
     return max(0, free)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """torch.zeros whose pages take no memory on CPU until they are written: the system hands them out as zeros."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def available_cores() -> int:
