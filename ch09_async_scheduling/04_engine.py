@@ -40,7 +40,7 @@ from shared.engine import (
     SamplingParams,
     TokenIds,
 )
-from shared.model import Transformer, load_model
+from shared.model import Attend, Transformer, load_model
 from shared.sampler import sample, token_logprobs
 from shared.tokenizer import Tokenizer
 from shared.trace import StepTrace
@@ -48,6 +48,7 @@ from shared.trace import StepTrace
 logger = logging.getLogger("uvicorn.error")  # the server's own log
 
 Item = Delta | Exception | None  # what a request's reader gets; None is the end
+StillWanted = Callable[[], None]  # raises Interrupted when nobody waits for what is being computed
 
 
 class AsyncConfig(KVCacheConfig):
@@ -70,10 +71,16 @@ class Plan:
     """One forward pass as plain data: T packed tokens of S sequences, and the R rows whose logits are asked for."""
 
     token_ids: list[int]  # [T]
-    slots: list[int]  # [S]
     starts: list[int]  # [S], tokens that are in the cache already
     counts: list[int]  # [S], new tokens; they sum to T
     rows: list[int]  # [R]
+
+
+@dataclass
+class SlotPlan(Plan):
+    """A pass whose sequences each have a slot."""
+
+    slots: list[int]  # [S]
 
 
 @dataclass(eq=False)
@@ -99,13 +106,15 @@ class AsyncEngine(BaseOnlineEngine):
     """
 
     config_class: type[AsyncConfig] = AsyncConfig
+    sequence_class: type[ScheduledSequence] = ScheduledSequence
 
     def __init__(self, config: AsyncConfig | None = None) -> None:
         self.config = config = config or self.config_class()
         folder = checkpoint_folder(config.model)
         self.model_id = model_id(config.model)
         self.tokenizer = Tokenizer(folder)
-        self.model: Transformer = load_model(folder, config.torch_dtype(), config.torch_device())
+        self.device = config.torch_device()
+        self.model: Transformer = load_model(folder, config.torch_dtype(), self.device)
         self.max_model_len = config.context_length(self.model.max_model_len)
         self.max_waiting = config.max_waiting
         self.scheduler = self.make_scheduler()
@@ -125,32 +134,47 @@ class AsyncEngine(BaseOnlineEngine):
 
     def make_scheduler(self) -> Scheduler:
         """The cache, and the scheduler that hands it out."""
-        c, device = self.config, self.config.torch_device()
-        self.cache = SlotCache(self.model.config, c.max_num_seqs, self.max_model_len, c.torch_dtype(), device)
+        c = self.config
+        self.cache = SlotCache(self.model.config, c.max_num_seqs, self.max_model_len, c.torch_dtype(), self.device)
         return Scheduler(self.cache, c.max_num_seqs, c.max_num_batched_tokens)
+
+    def to_prefill(self, request: Request) -> list[ScheduledSequence]:
+        """The choices whose prompt is to be computed: here each computes its own."""
+        return request.sequences
+
+    def branch(self, sampled: list[tuple[ScheduledSequence, int]]) -> list[tuple[ScheduledSequence, int]]:
+        """Sequences whose next token is sampled, each with its row of the logits; choices may join them."""
+        return sampled
 
     def order(self, step: list[tuple[ScheduledSequence, int]]) -> list[tuple[ScheduledSequence, int]]:
         """A step's sequences in the order in which the cache wants them packed."""
         return sorted(step, key=lambda item: (item[1] > 1, item[0].slot))
 
     def plan(self, step: list[tuple[ScheduledSequence, int]], rows: list[int]) -> Plan:
-        return Plan(
+        return SlotPlan(
             token_ids=[token for seq, count in step for token in seq.tokens(seq.computed, count)],
-            slots=[seq.slot for seq, _ in step if seq.slot is not None],
             starts=[seq.computed for seq, _ in step],
             counts=[count for _, count in step],
             rows=rows,
+            slots=[seq.slot for seq, _ in step if seq.slot is not None],
         )
 
-    def forward(self, plan: Plan, still_wanted: Callable[[], None]) -> Tensor:
+    def forward(self, plan: Plan, still_wanted: StillWanted) -> Tensor:
         """Run a plan and return the logits [R, V]. `still_wanted` is called once a layer and may raise Interrupted."""
-        positions = self.cache.begin_step(plan.slots, plan.starts, plan.counts)
+        assert isinstance(plan, SlotPlan)
+        self.cache.begin_step(plan.slots, plan.starts, plan.counts)
+        return self.run(plan, self.cache.attend, still_wanted)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(self, plan: Plan, attend: Attend, still_wanted: StillWanted) -> Tensor:
+        """The model over a plan, with the cache behind `attend`."""
+
+        def attend_if_wanted(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             still_wanted()
-            return self.cache.attend(layer, q, k, v)
+            return attend(layer, q, k, v)
 
-        hidden = self.model(torch.tensor(plan.token_ids, device=positions.device), positions, attend)
+        ranges = [torch.arange(start, start + count) for start, count in zip(plan.starts, plan.counts, strict=True)]
+        token_ids, positions = torch.tensor(plan.token_ids), torch.cat(ranges)
+        hidden = self.model(token_ids.to(self.device), positions.to(self.device), attend_if_wanted)
         return self.model.logits(hidden[plan.rows]) if plan.rows else hidden[:0]
 
     def memory(self) -> tuple[int, int]:
@@ -180,7 +204,7 @@ class AsyncEngine(BaseOnlineEngine):
         if params.n > self.max_waiting:
             raise RequestError(f"n: {params.n} choices never fit a queue of MAX_WAITING={self.max_waiting}", param="n")
         sequences = [
-            ScheduledSequence(token_ids, params.for_choice(k), self.tokenizer, self.max_model_len, k)
+            self.sequence_class(token_ids, params.for_choice(k), self.tokenizer, self.max_model_len, k)
             for k in range(params.n)
         ]
         with self._lock:
@@ -318,6 +342,7 @@ class AsyncEngine(BaseOnlineEngine):
             if kind == "add" and self._requests.get(request.id) is request:
                 for seq in request.sequences:
                     seq.owner = request
+                for seq in self.to_prefill(request):
                     self.scheduler.add(seq)
                 if self._trace:
                     self._trace.arrived(request.id, request.arrived)
@@ -348,20 +373,23 @@ class AsyncEngine(BaseOnlineEngine):
         for seq, count, at in wanted:
             self._score_prompt(seq, count, logits[at : at + count])
         for seq, count in step:
-            seq.computed += count
+            self.scheduler.advance(seq, count)
+        sampled = self.branch(sampled)
         for seq, _ in sampled:
             if seq.max_tokens == 0:
                 self._deliver(seq, seq.finish_without_output())
         sampled = [item for item in sampled if not item[0].finished]
         if sampled:
-            self._sample(logits[[at for _, at in sampled]], [seq for seq, _ in sampled])
+            at = [row for _, row in sampled]
+            asked = logits if at == list(range(len(logits))) else logits[at]  # without a copy in the usual case
+            self._sample(asked, [seq for seq, _ in sampled])
         self._send()
         self.observe_step(time.perf_counter() - began)
         if self._trace:
             counts = len(self.scheduler.running), len(self.scheduler.waiting)
             self._trace.step(began, traced, *counts, self.memory())
 
-    def _still_wanted(self, step: list[tuple[ScheduledSequence, int]]) -> Callable[[], None]:
+    def _still_wanted(self, step: list[tuple[ScheduledSequence, int]]) -> StillWanted:
         requests = {seq.owner for seq, _ in step}
 
         def check() -> None:

@@ -11,3 +11,5 @@ AsyncEngine = _script.AsyncEngine
 Interrupted = _script.Interrupted
 Plan = _script.Plan
 Request = _script.Request
+SlotPlan = _script.SlotPlan
+StillWanted = _script.StillWanted

@@ -103,7 +103,7 @@ class Scheduler:
         budget, step = self.token_budget, []
         for seq in [*self.decoding(), *self.prefilling()]:
             count = min(seq.left, budget)
-            if count and self.grow(seq, count):
+            if count:
                 step.append((seq, count))
                 budget -= count
         while budget and self.waiting and len(self.running) < self.max_num_seqs:
@@ -115,15 +115,15 @@ class Scheduler:
             budget -= count
         return step
 
+    def advance(self, seq: ScheduledSequence, count: int) -> None:
+        """The cache has `count` more of its tokens."""
+        seq.computed += count
+
     def decoding(self) -> list[ScheduledSequence]:
         return [seq for seq in self.running if seq.left == 1]
 
     def prefilling(self) -> list[ScheduledSequence]:
         return [seq for seq in self.running if seq.left > 1]
-
-    def grow(self, seq: ScheduledSequence, count: int) -> bool:
-        """Make room for `count` more tokens of a running sequence. A slot has room for the longest."""
-        return True
 
     def admit(self, seq: ScheduledSequence) -> bool:
         """Move the first in the queue to the running ones, if the cache takes it."""
@@ -139,6 +139,10 @@ class Scheduler:
         assert set(sequences) == self.waiting.keys() | self.running.keys(), "a sequence is lost or forgotten"
         assert len(self.running) <= self.max_num_seqs, "more sequences run than may"
         assert all(seq.left >= 1 and not seq.finished for seq in self.running), "a running sequence has nothing to do"
+        self.check_places()
+
+    def check_places(self) -> None:
+        """Raise AssertionError if a place in the cache has two owners, or a sequence the wrong number of them."""
         slots = [seq.slot for seq in self.running]
         assert None not in slots and len(set(slots)) == len(slots), "two running sequences share a slot, or one has none"
         assert all(seq.slot is None for seq in self.waiting), "a waiting sequence holds a slot"

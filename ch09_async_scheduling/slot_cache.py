@@ -54,17 +54,16 @@ class SlotCache(KVCache):
             heapq.heappush(self._free, seq.slot)
             seq.slot = None
 
-    def begin_step(self, slots: list[int], starts: list[int], counts: list[int]) -> Tensor:
+    def begin_step(self, slots: list[int], starts: list[int], counts: list[int]) -> None:
         """Say what the next pass holds, packed in this order: sequences with one new token, by slot, then the others.
 
-        starts: tokens that each has stored; counts: new ones. Returns their positions [T].
+        starts: tokens that each has stored; counts: new ones.
         """
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         n = self._singles = sum(count == 1 for count in counts)
         self._rows, self._new, self._ends = slots[n:], counts[n:], ends[n:]
         if n:
             self._plan_singles(slots[:n], ends[:n])
-        return torch.cat([torch.arange(s, e) for s, e in zip(starts, ends, strict=True)]).to(self.keys.device)
 
     def _plan_singles(self, slots: list[int], ends: list[int]) -> None:
         """All sequences with one new token are answered in one product over the slots from the first to the last.

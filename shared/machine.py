@@ -8,6 +8,7 @@ every token, so arithmetic bounds it. It knows no engine; a model is a number of
 """
 
 import math
+import mmap
 import os
 import platform
 import threading
@@ -20,7 +21,6 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 
@@ -135,10 +135,14 @@ def free_memory(device: torch.device | str = "cpu") -> int:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """torch.zeros whose pages take no memory on CPU until they are written: the system hands them out as zeros."""
-    if torch.device(device).type != "cpu":
+    """torch.zeros whose pages take no memory on CPU until they are written: the system hands them out as zeros.
+
+    Not numpy's: it asks for pages of 2 MB, and a cache that is filled in many places would take all of them at once.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or size == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype).view(shape)
 
 
 def available_cores() -> int:

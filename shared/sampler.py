@@ -56,11 +56,12 @@ def _most_likely(scores: Tensor) -> list[int]:
     torch's argmax compares one number after the other, its amax several at once: so the largest of each block first,
     then the block, then the place in it.
     """
-    blocks = F.pad(scores, (0, -scores.shape[1] % BLOCK), value=-math.inf).unflatten(1, (-1, BLOCK))  # [B, V/256, 256]
-    largest = blocks.amax(dim=-1)
-    if largest.isnan().any():  # NaN is greater than anything to amax
+    if rest := -scores.shape[1] % BLOCK:
+        scores = F.pad(scores, (0, rest), value=-math.inf)
+    blocks = scores.unflatten(1, (-1, BLOCK))  # [B, V/256, 256]
+    largest, block = blocks.amax(dim=-1).max(dim=-1)
+    if largest.isnan().any():  # NaN is greater than anything to both
         raise RequestFailedError("the model's logits are not numbers (NaN)")
-    block = largest.argmax(dim=-1)
     place = blocks[torch.arange(len(blocks), device=block.device), block].argmax(dim=-1)
     return (block * BLOCK + place).tolist()
 

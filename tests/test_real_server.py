@@ -1,5 +1,6 @@
 """Chapter servers as a reader starts them: `uvicorn 05_server:app` in a process, the real model, real clients."""
 
+import asyncio
 import json
 import os
 import signal
@@ -12,7 +13,8 @@ import openai
 import pytest
 import requests
 
-from tests.serving import ROOT, free_port, serve_chapter, wait_until
+from shared.trace import read_trace
+from tests.serving import ROOT, free_port, samples, serve_chapter, wait_until
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -61,6 +63,53 @@ def test_a_client_that_goes_away_frees_the_real_engine_within_a_second(url):
     wait_until(lambda: "engine_requests_running 0.0" in requests.get(url + "/metrics", timeout=5).text, seconds=1.5)
 
 
+ONLINE = [
+    chapter for chapter in sorted(path.parent.name for path in ROOT.glob("ch*/05_server.py")) if chapter >= "ch09"
+]
+
+
+@pytest.mark.parametrize("chapter", ONLINE)
+def test_32_streams_at_once_get_what_each_gets_alone(chapter: str, real_model, tmp_path):
+    """More than run at once, of different lengths, over one async client; then all of it is gone again."""
+    questions = [f"Count from {i} to {i + 5}." + " Please." * (i % 7) for i in range(32)]
+
+    async def ask(client: openai.AsyncOpenAI, question: str) -> tuple[str, int]:
+        stream = await client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": question}],
+            max_tokens=12,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        text, tokens = "", 0
+        async for chunk in stream:
+            text += "".join(choice.delta.content or "" for choice in chunk.choices)
+            tokens = chunk.usage.completion_tokens if chunk.usage else tokens
+        return text, tokens
+
+    async def all_at_once(url: str) -> list[tuple[str, int]]:
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+            return await asyncio.gather(*(ask(client, question) for question in questions))
+
+    trace = tmp_path / "trace.jsonl"
+    with serve_chapter(chapter, TRACE=str(trace), MAX_MODEL_LEN="512") as (url, _):
+        answers = asyncio.run(all_at_once(url))
+        client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+        for question, (text, tokens) in list(zip(questions, answers, strict=True))[::8]:
+            alone = client.chat.completions.create(
+                model="default", messages=[{"role": "user", "content": question}], max_tokens=12
+            )
+            assert (alone.choices[0].message.content, alone.usage.completion_tokens) == (text, tokens)
+        values = samples(url)
+        assert (values["engine_requests_running"], values["engine_requests_waiting"]) == (0, 0)
+        assert values["engine_requests_total{length}"] + values["engine_requests_total{stop}"] == 36
+        assert values["engine_step_seconds_count"] > 12
+    steps = read_trace(trace)
+    assert max(step["running"] for step in steps) > 8
+    assert max(len(step["scheduled"]) for step in steps) == 16
+    assert sum(len(step["ended"]) for step in steps) == 36
+
+
 def test_a_bad_setting_stops_the_start_with_one_line(real_model):
     """No traceback of forty lines for a typing error."""
     command = [sys.executable, "-m", "uvicorn", "05_server:app", "--port", str(free_port())]
@@ -73,10 +122,11 @@ def test_a_bad_setting_stops_the_start_with_one_line(real_model):
     assert line.startswith("MAX_MODEL_LEN=many")
 
 
+@pytest.mark.parametrize("chapter", ["ch05_kv_cache", *ONLINE])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_server_that_is_stopped_ends_its_streams_with_an_error(number: signal.Signals, real_model):
+def test_a_server_that_is_stopped_ends_its_streams_with_an_error(number: signal.Signals, chapter: str, real_model):
     """uvicorn waits for open streams for ever, and its own cancellation ends them without a word and in a traceback."""
-    with serve_chapter("ch05_kv_cache") as (url, process):
+    with serve_chapter(chapter) as (url, process):
         body = {"messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 4000}
         response = requests.post(url + "/v1/chat/completions", json=body, stream=True, timeout=30)
         lines = response.iter_lines()
