@@ -199,7 +199,9 @@ class AsyncEngine(BaseOnlineEngine):
         self._submit(request_id, lambda item: self._outbox[loop].append((deltas, item)), token_ids, params)
         return deltas
 
-    def _submit(self, request_id: str, put: Callable[[Item], None], token_ids: TokenIds, params: SamplingParams) -> None:
+    def _submit(
+        self, request_id: str, put: Callable[[Item], None], token_ids: TokenIds, params: SamplingParams
+    ) -> None:
         self.check_request(token_ids, params)
         if params.n > self.max_waiting:
             raise RequestError(f"n: {params.n} choices never fit a queue of MAX_WAITING={self.max_waiting}", param="n")
@@ -300,9 +302,7 @@ class AsyncEngine(BaseOnlineEngine):
                 while upcoming is not None and self.waiting < self.max_waiting:
                     number, (token_ids, choice) = upcoming
                     ids[number] = f"batch-{next(self._ids)}"
-                    self._submit(
-                        ids[number], lambda item, number=number: items.put((number, item)), token_ids, choice
-                    )
+                    self._submit(ids[number], lambda item, number=number: items.put((number, item)), token_ids, choice)
                     upcoming = next(todo, None)
                 number, item = items.get()
                 if isinstance(item, Exception):

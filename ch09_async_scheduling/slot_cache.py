@@ -25,9 +25,7 @@ class SlotCache(KVCache):
     Raises SetupError, with the numbers, if they don't fit the memory.
     """
 
-    def __init__(
-        self, config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         needed, free = slots * max_len * self.bytes_per_token(config, dtype), free_memory(device)
         if needed > SHARE * free:
             raise SetupError(

@@ -334,7 +334,9 @@ class DeltaStream:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     @staticmethod
-    def put_all(loop: asyncio.AbstractEventLoop, items: "Sequence[tuple[DeltaStream, Delta | Exception | None]]") -> None:
+    def put_all(
+        loop: asyncio.AbstractEventLoop, items: "Sequence[tuple[DeltaStream, Delta | Exception | None]]"
+    ) -> None:
         """`put` for many streams of one event loop, which is woken once: a step has a delta for each request."""
 
         def deliver() -> None:

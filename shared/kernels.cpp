@@ -14,15 +14,6 @@ namespace {
 // Rows go to several threads only where the work is worth waking them.
 constexpr int64_t WORTH_A_THREAD = 32768;
 
-// Eight numbers in one register; the compiler splits or joins them where the processor's registers have another size.
-typedef float Vector __attribute__((vector_size(32)));
-
-Vector load(const float* p) {
-    Vector v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-
 // out[r][j] = x[r] . weight[j] for R rows and J rows of weights: R * J sums stay in registers, so that each number that
 // is loaded is used several times.
 template <int R, int J>

@@ -1,10 +1,26 @@
-// Functions that the compiler can turn into vector instructions, which a call of the C library prevents.
+// Numbers eight at a time, and functions that the compiler can turn into vector instructions, which a call of the C
+// library prevents.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+
+// Eight numbers in one register; the compiler splits or joins them where the processor's registers have another size.
+typedef float Vector __attribute__((vector_size(32)));
+
+inline Vector load(const float* p) {
+    Vector v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline void save(float* p, Vector v) { std::memcpy(p, &v, sizeof v); }
+
+inline float sum(Vector v) {
+    return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7]));
+}
 
 // exp(x) within 2 units in the last place: 2^n * exp(r) with |r| <= ln(2)/2, and exp(r) by its Taylor polynomial.
 inline float exponential(float x) {

@@ -1,6 +1,7 @@
 """Chapter 9's engine and scheduler: whatever arrives when, each request gets chapter 1's tokens, and nothing is left."""
 
 import asyncio
+import itertools
 import random
 import threading
 import time
@@ -29,6 +30,8 @@ from shared.engine import (
     SetupError,
 )
 from tests.serving import wait_until
+from tests.stepped import Arrival, idle, new_engine, token_ids
+from tests.stepped import run as run_arrivals
 from tests.tiny import byte_tokenizer
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -46,38 +49,11 @@ def expected(baseline) -> dict[str, list[int]]:
     return {prompt: baseline.generate(prompt, 24, GREEDY).token_ids for prompt in PROMPTS}
 
 
-def new_engine(checkpoint, engine_class=AsyncEngine, **settings_) -> AsyncEngine:
-    engine = engine_class(engine_class.config_class(model=str(checkpoint), **settings_))
-    step = engine.step
-
-    def checked_step() -> None:
-        step()
-        engine.scheduler.check_integrity(seq for seq in open_sequences(engine))
-
-    engine.step = checked_step
-    return engine
-
-
-def open_sequences(engine: AsyncEngine) -> list[ScheduledSequence]:
-    """Of the requests that the engine thread has taken in."""
-    return [
-        seq
-        for request in list(engine._requests.values())
-        for seq in request.sequences
-        if seq.owner is not None and not seq.finished
-    ]
-
-
 @pytest.fixture
 def engine(tiny_checkpoint) -> Iterator[AsyncEngine]:
-    engine = new_engine(tiny_checkpoint, max_num_seqs=3, max_num_batched_tokens=8)
+    engine = new_engine(tiny_checkpoint, AsyncEngine, max_num_seqs=3, max_num_batched_tokens=8)
     yield engine
     engine.close()
-
-
-def idle(engine: AsyncEngine) -> bool:
-    stats = engine.stats()
-    return (stats.running, stats.waiting, len(engine._requests), engine.cache.num_used) == (0, 0, 0, 0)
 
 
 async def collect(stream) -> list[Delta]:
@@ -90,7 +66,7 @@ async def collect(stream) -> list[Delta]:
 @pytest.mark.parametrize("chunk", [1, 4, 16, 512])
 def test_prompts_in_chunks_of_any_size_give_the_same_tokens(tiny_checkpoint, expected, chunk: int):
     """Chunks of 1, of several, and larger than the prompt; alone, so that the chunk is the whole budget."""
-    engine = new_engine(tiny_checkpoint, max_num_seqs=1, max_num_batched_tokens=chunk)
+    engine = new_engine(tiny_checkpoint, AsyncEngine, max_num_seqs=1, max_num_batched_tokens=chunk)
     for prompt in PROMPTS:
         assert engine.generate(prompt, 12, GREEDY).token_ids == expected[prompt][:12]
     engine.close()
@@ -98,7 +74,7 @@ def test_prompts_in_chunks_of_any_size_give_the_same_tokens(tiny_checkpoint, exp
 
 @pytest.mark.parametrize("budget", [3, 4, 16, 512])
 def test_chunks_and_decodes_in_one_pass_give_the_same_tokens(tiny_checkpoint, expected, budget: int):
-    engine = new_engine(tiny_checkpoint, max_num_seqs=3, max_num_batched_tokens=budget)
+    engine = new_engine(tiny_checkpoint, AsyncEngine, max_num_seqs=3, max_num_batched_tokens=budget)
     for result, prompt in zip(engine.generate_batch(PROMPTS * 2, GREEDY), PROMPTS * 2, strict=True):
         assert result.token_ids == expected[prompt][:12]
     assert idle(engine)
@@ -117,47 +93,22 @@ arrivals = st.lists(
 )
 
 
-@settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arrivals)
 def test_random_arrivals_lengths_and_aborts(engine, expected, requests):
-    """Invariant 1, and that nothing is left behind: every step is made here, so that arrivals are exactly repeatable."""
-    engine._error = None  # it is stepped by hand: no thread
-    got: dict[str, list] = {}
-    due = []
-    at = 0
-    for number, (prompt, tokens, after, abort_at) in enumerate(requests):
-        at += after
-        due.append((at, f"r{number}", prompt, tokens, abort_at))
-    steps = 0
-    while due or engine._requests:
-        while due and due[0][0] <= steps:
-            _, name, prompt, tokens, abort_at = due.pop(0)
-            got[name] = []
-            engine._submit(name, got[name].append, engine.encode_prompt(prompt), SamplingParams(max_tokens=tokens, ignore_eos=True))
-            if abort_at == 0:
-                engine.abort(name)
-        if engine.scheduler.has_work or not engine._inbox.empty():
-            engine._read_inbox()
-        if engine.scheduler.has_work:
-            engine.step()
-        for number, (_, _, _, abort_at) in enumerate(requests):
-            if abort_at and len(got.get(f"r{number}", [])) >= abort_at:
-                engine.abort(f"r{number}")
-        steps += 1
-        assert steps < 2000, "it never ends"
-    for number, (prompt, tokens, _, abort_at) in enumerate(requests):
-        items = got[f"r{number}"]
-        assert items[-1] is None
-        token_ids = [t for delta in items[:-1] for t in delta.token_ids]
-        if abort_at is None:
-            assert token_ids == expected[prompt][:tokens]
-            assert items[-2].finish_reason == "length"
+    """Invariant 1, and that nothing is left behind."""
+    steps = list(itertools.accumulate(after for _, _, after, _ in requests))
+    arrivals = [
+        Arrival(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), step, abort_after)
+        for (prompt, tokens, _, abort_after), step in zip(requests, steps, strict=True)
+    ]
+    for arrival, deltas in zip(arrivals, run_arrivals(engine, arrivals), strict=True):
+        got = token_ids(deltas)
+        if arrival.abort_after is None:
+            assert got == expected[arrival.prompt][: arrival.params.max_tokens]
+            assert deltas[-1].finish_reason == "length"
         else:
-            assert token_ids == expected[prompt][: len(token_ids)]
-    while not engine._inbox.empty():  # aborts of what had ended
-        engine._read_inbox()
+            assert got == expected[arrival.prompt][: len(got)]
     assert idle(engine)
 
 
@@ -281,9 +232,7 @@ def test_the_first_token_of_a_running_request_never_waits_for_the_queue(engine, 
 
     async def scenario() -> None:
         await engine.start()
-        streams = [
-            engine.submit(f"r{i}", engine.encode_prompt(PROMPTS[i % len(PROMPTS)]), GREEDY) for i in range(40)
-        ]
+        streams = [engine.submit(f"r{i}", engine.encode_prompt(PROMPTS[i % len(PROMPTS)]), GREEDY) for i in range(40)]
         first_at, done_at = {}, {}
 
         async def read(i: int) -> None:
@@ -368,9 +317,7 @@ def test_one_of_three_requests_fails_alone(engine, baseline, expected, monkeypat
         return result
 
     monkeypatch.setattr(chapter._script, "sample", sample)
-    params = [
-        SamplingParams(max_tokens=12, temperature=1.2, seed=seed, ignore_eos=True) for seed in (7, 13, 21)
-    ]
+    params = [SamplingParams(max_tokens=12, temperature=1.2, seed=seed, ignore_eos=True) for seed in (7, 13, 21)]
     wanted = [baseline.generate("Hello", params=p).token_ids for p in params]
     engine._error = None
     items: list[list] = [[], [], []]
@@ -407,7 +354,7 @@ def test_a_loop_that_dies_is_seen_by_everybody_at_once(engine, monkeypatch: pyte
 
 
 def test_the_queue_is_bounded_and_the_bound_is_exact(tiny_checkpoint):
-    engine = new_engine(tiny_checkpoint, max_num_seqs=1, max_num_batched_tokens=8, max_waiting=3)
+    engine = new_engine(tiny_checkpoint, AsyncEngine, max_num_seqs=1, max_num_batched_tokens=8, max_waiting=3)
     engine._error = None
     for i in range(3):
         engine._submit(f"r{i}", [].append, [65], GREEDY)
@@ -428,14 +375,14 @@ def test_the_queue_is_bounded_and_the_bound_is_exact(tiny_checkpoint):
 
 
 def test_a_batch_larger_than_the_queue_is_run_nevertheless(tiny_checkpoint, expected):
-    engine = new_engine(tiny_checkpoint, max_num_seqs=2, max_num_batched_tokens=8, max_waiting=3)
+    engine = new_engine(tiny_checkpoint, AsyncEngine, max_num_seqs=2, max_num_batched_tokens=8, max_waiting=3)
     results = engine.generate_batch(PROMPTS * 3, GREEDY)
     assert [result.token_ids for result in results] == [expected[prompt][:12] for prompt in PROMPTS * 3]
     engine.close()
 
 
 def test_a_thousand_requests_of_which_a_third_is_aborted_leave_nothing_behind(tiny_checkpoint):
-    engine = new_engine(tiny_checkpoint, max_num_seqs=8, max_num_batched_tokens=64, max_waiting=2000)
+    engine = new_engine(tiny_checkpoint, AsyncEngine, max_num_seqs=8, max_num_batched_tokens=64, max_waiting=2000)
     rng = random.Random(0)
 
     async def one(number: int) -> None:
@@ -517,12 +464,12 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(tiny_checkpoint, 
 
     monkeypatch.setattr(slot_cache, "free_memory", lambda device: 100_000)
     with pytest.raises(SetupError, match=r"MAX_NUM_SEQS=4 slots of MAX_MODEL_LEN=128 .* \(256 bytes a token\).*80%"):
-        new_engine(tiny_checkpoint, max_num_seqs=4)
+        new_engine(tiny_checkpoint, AsyncEngine, max_num_seqs=4)
 
 
 def test_a_trace_that_can_not_be_written_is_refused(tiny_checkpoint, tmp_path):
     with pytest.raises(SetupError, match="TRACE="):
-        new_engine(tiny_checkpoint, trace=str(tmp_path / "no" / "such" / "file"))
+        new_engine(tiny_checkpoint, AsyncEngine, trace=str(tmp_path / "no" / "such" / "file"))
 
 
 def test_slots_are_handed_out_lowest_first_and_refused_when_all_are_used(tiny_checkpoint):

@@ -14,6 +14,7 @@ from tests.tiny import greedy_by_transformers
 CHAPTERS = {
     "ch05_kv_cache": "KVCacheEngine",
     "ch09_async_scheduling": "AsyncEngine",
+    "ch10_paged_cache": "PagedEngine",
 }
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
