@@ -1,0 +1,1 @@
+"""Chapter 11: quantisation and tensor parallelism: the full engine."""
