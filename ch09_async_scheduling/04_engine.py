@@ -16,6 +16,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +50,7 @@ from shared.trace import StepTrace
 logger = logging.getLogger("uvicorn.error")  # the server's own log
 
 Item = Delta | Exception | None  # what a request's reader gets; None is the end
+Put = Callable[[Item], None]
 StillWanted = Callable[[], None]  # raises Interrupted when nobody waits for what is being computed
 
 
@@ -88,7 +91,7 @@ class Request:
     """What was submitted: its choices, and where its deltas go."""
 
     id: str
-    put: Callable[[Item], None]
+    put: Put
     sequences: list[ScheduledSequence]
     unfinished: int  # choices
     arrived: float = field(default_factory=time.perf_counter)
@@ -97,6 +100,24 @@ class Request:
 
 class Interrupted(Exception):
     """A pass was given up in the middle, because nobody waits for any of its sequences."""
+
+
+def run(model: Transformer, plan: Plan, attend: Attend, still_wanted: StillWanted = lambda: None) -> Tensor:
+    """The model over a plan, with a cache behind `attend`: logits [R, V]."""
+
+    def attend_if_wanted(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        still_wanted()
+        return attend(layer, q, k, v)
+
+    device = model.frequencies.device
+    ranges = [torch.arange(start, start + count) for start, count in zip(plan.starts, plan.counts, strict=True)]
+    token_ids, positions = torch.tensor(plan.token_ids), torch.cat(ranges)
+    hidden = model(token_ids.to(device), positions.to(device), attend_if_wanted)  # [T, hidden]
+    return model.logits(hidden[plan.rows]) if plan.rows else hidden[:0]
+
+
+def _put_numbered(items: queue.SimpleQueue[tuple[int, Item]], number: int, item: Item) -> None:
+    items.put((number, item))
 
 
 class AsyncEngine(BaseOnlineEngine):
@@ -114,7 +135,7 @@ class AsyncEngine(BaseOnlineEngine):
         self.model_id = model_id(config.model)
         self.tokenizer = Tokenizer(folder)
         self.device = config.torch_device()
-        self.model: Transformer = load_model(folder, config.torch_dtype(), self.device)
+        self.model = self.make_model(folder)
         self.max_model_len = config.context_length(self.model.max_model_len)
         self.max_waiting = config.max_waiting
         self.scheduler = self.make_scheduler()
@@ -131,6 +152,9 @@ class AsyncEngine(BaseOnlineEngine):
         config.announce(self.max_model_len)
 
     # --- what another cache or model replaces -------------------------------------------------------------------------
+
+    def make_model(self, folder: Path) -> Transformer:
+        return load_model(folder, self.config.torch_dtype(), self.device)
 
     def make_scheduler(self) -> Scheduler:
         """The cache, and the scheduler that hands it out."""
@@ -163,19 +187,13 @@ class AsyncEngine(BaseOnlineEngine):
         """Run a plan and return the logits [R, V]. `still_wanted` is called once a layer and may raise Interrupted."""
         assert isinstance(plan, SlotPlan)
         self.cache.begin_step(plan.slots, plan.starts, plan.counts)
-        return self.run(plan, self.cache.attend, still_wanted)
+        return run(self.model, plan, self.cache.attend, still_wanted)
 
-    def run(self, plan: Plan, attend: Attend, still_wanted: StillWanted) -> Tensor:
-        """The model over a plan, with the cache behind `attend`."""
+    def before_loop(self) -> None:
+        """Called before the engine thread starts."""
 
-        def attend_if_wanted(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            still_wanted()
-            return attend(layer, q, k, v)
-
-        ranges = [torch.arange(start, start + count) for start, count in zip(plan.starts, plan.counts, strict=True)]
-        token_ids, positions = torch.tensor(plan.token_ids), torch.cat(ranges)
-        hidden = self.model(token_ids.to(self.device), positions.to(self.device), attend_if_wanted)
-        return self.model.logits(hidden[plan.rows]) if plan.rows else hidden[:0]
+    def after_loop(self) -> None:
+        """Called at the end of the engine thread, whatever ended it."""
 
     def memory(self) -> tuple[int, int]:
         """(used, all) of whatever the cache hands out, for the trace."""
@@ -189,13 +207,13 @@ class AsyncEngine(BaseOnlineEngine):
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
+                self.before_loop()
                 self._stopping, self._error = False, None
                 self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
                 self._thread.start()
 
     def submit(self, request_id: str, token_ids: TokenIds, params: SamplingParams) -> DeltaStream:
-        deltas = DeltaStream()
-        loop = asyncio.get_running_loop()
+        deltas, loop = DeltaStream(), asyncio.get_running_loop()
         self._submit(request_id, lambda item: self._outbox[loop].append((deltas, item)), token_ids, params)
         return deltas
 
@@ -302,7 +320,7 @@ class AsyncEngine(BaseOnlineEngine):
                 while upcoming is not None and self.waiting < self.max_waiting:
                     number, (token_ids, choice) = upcoming
                     ids[number] = f"batch-{next(self._ids)}"
-                    self._submit(ids[number], lambda item, number=number: items.put((number, item)), token_ids, choice)
+                    self._submit(ids[number], partial(_put_numbered, items, number), token_ids, choice)
                     upcoming = next(todo, None)
                 number, item = items.get()
                 if isinstance(item, Exception):
@@ -330,6 +348,7 @@ class AsyncEngine(BaseOnlineEngine):
             with self._lock:
                 self._error = f"the engine's loop has died: {type(error).__name__}"
             self._end_all(EngineDeadError(self._error))
+        self.after_loop()
         if self._trace:
             self._trace.close()
 
@@ -348,6 +367,8 @@ class AsyncEngine(BaseOnlineEngine):
                     self._trace.arrived(request.id, request.arrived)
             elif kind == "abort":
                 self._end(request, None)
+            elif kind == "fail":
+                raise RuntimeError(request)
         self._send()
 
     def step(self) -> None:
@@ -355,7 +376,10 @@ class AsyncEngine(BaseOnlineEngine):
         began = time.perf_counter()
         step = self.order(self.scheduler.schedule())
         # The rows of whose hidden states something is read: the last of a sequence, or all of a scored prompt.
-        sampled, rows, wanted, row = [], [], [], 0
+        sampled: list[tuple[ScheduledSequence, int]] = []
+        rows: list[int] = []
+        wanted: list[tuple[ScheduledSequence, int, int]] = []  # the third: where its rows begin in the logits
+        row = 0
         for seq, count in step:
             if seq.scores_prompt:
                 wanted.append((seq, count, len(rows)))
@@ -380,8 +404,8 @@ class AsyncEngine(BaseOnlineEngine):
                 self._deliver(seq, seq.finish_without_output())
         sampled = [item for item in sampled if not item[0].finished]
         if sampled:
-            at = [row for _, row in sampled]
-            asked = logits if at == list(range(len(logits))) else logits[at]  # without a copy in the usual case
+            ats = [row for _, row in sampled]
+            asked = logits if ats == list(range(len(logits))) else logits[ats]  # without a copy in the usual case
             self._sample(asked, [seq for seq, _ in sampled])
         self._send()
         self.observe_step(time.perf_counter() - began)

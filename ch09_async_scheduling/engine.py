@@ -13,3 +13,4 @@ Plan = _script.Plan
 Request = _script.Request
 SlotPlan = _script.SlotPlan
 StillWanted = _script.StillWanted
+run = _script.run

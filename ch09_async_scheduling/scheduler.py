@@ -144,7 +144,6 @@ class Scheduler:
     def check_places(self) -> None:
         """Raise AssertionError if a place in the cache has two owners, or a sequence the wrong number of them."""
         slots = [seq.slot for seq in self.running]
-        assert None not in slots and len(set(slots)) == len(slots), (
-            "two running sequences share a slot, or one has none"
-        )
+        assert None not in slots, "a running sequence has no slot"
+        assert len(set(slots)) == len(slots), "two running sequences share a slot"
         assert all(seq.slot is None for seq in self.waiting), "a waiting sequence holds a slot"

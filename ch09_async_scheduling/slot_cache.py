@@ -90,7 +90,7 @@ class SlotCache(KVCache):
         return torch.cat((singles, self._prefill(layer, q[n:], k[n:], v[n:])))
 
     def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n, H, D = q.shape
+        _, H, D = q.shape
         KV, S = k.shape[1], self._longest
         self.keys[layer, self._slots, :, self._places], self.values[layer, self._slots, :, self._places] = k, v
         keys, values = self.keys[layer, self._span, :, :S], self.values[layer, self._span, :, :S]  # [span, KV, S, D]

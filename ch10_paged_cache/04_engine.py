@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ch05_kv_cache.engine import KVCache
-from ch09_async_scheduling.engine import AsyncConfig, AsyncEngine, Plan, Request, StillWanted
+from ch09_async_scheduling.engine import AsyncConfig, AsyncEngine, Plan, Request, StillWanted, run
 from ch09_async_scheduling.scheduler import ScheduledSequence
 from ch10_paged_cache.block_manager import BlockManager
 from ch10_paged_cache.paged_attention import Batch, paged_attention, store
@@ -153,7 +153,7 @@ class PagedEngine(AsyncEngine):
     def forward(self, plan: Plan, still_wanted: StillWanted) -> Tensor:
         assert isinstance(plan, PagedPlan)
         self.cache.begin(plan)
-        return self.run(plan, self.cache.attend, still_wanted)
+        return run(self.model, plan, self.cache.attend, still_wanted)
 
     def memory(self) -> tuple[int, int]:
         return self.blocks.num_used, self.blocks.num_blocks

@@ -199,7 +199,7 @@ class BlockManager:
         return block
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
-        """Raise AssertionError if the books disagree with each other or with these tables, which must be all of them."""
+        """Raise AssertionError if the books disagree with each other or with these tables, all that there are."""
         tables = list(tables)
         counted = Counter(block for table in tables for block in table.blocks)
         for block, references in enumerate(self._references):

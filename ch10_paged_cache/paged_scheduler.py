@@ -2,7 +2,7 @@
 
 It knows sequences, block tables and the block manager. It knows no tensor.
 
-    waiting -> enough blocks? -> running -> a block more for each token that needs one -> none left? -> preempt the latest
+    waiting -> enough blocks? -> running -> a block more when a token needs one -> none left? -> preempt the latest
 
 Preemption by recomputation: PagedAttention (arXiv:2309.06180), section 4.5.
 """

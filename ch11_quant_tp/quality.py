@@ -1,6 +1,6 @@
 """How much quantising changes what the model says: perplexity, divergence and the most likely token, on a text.
 
-    python quality.py: quality.txt -> logits of the float32 model and of each quantised one -> a table, a line of JSON
+python quality.py: quality.txt -> logits of the float32 model and of each quantised one -> a table, a line of JSON
 """
 
 import json
@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ch11_quant_tp.loading import load_quantised, weight_bytes
-from ch11_quant_tp.quantisation import above_zero, in_groups, quantise
+from ch11_quant_tp.quantisation import above_zero, in_groups
 from shared.checkpoint import checkpoint_folder
 from shared.config import EngineConfig
 from shared.model import Linear, Transformer, causal_attend, load_model
@@ -101,9 +101,8 @@ def main() -> None:
     print(f"{'weights':<30} {'perplexity':>10} {'ratio':>7} {'KL':>8} {'same token':>10} {'MB':>7} {'share':>6}")
     for name, row in rows.items():
         size = f"{row['bytes'] / 1e6:7.1f} {row['bytes'] / full_bytes:6.1%}" if "bytes" in row else f"{'-':>7} {'-':>6}"
-        print(
-            f"{name:<30} {row['perplexity']:10.3f} {row['ratio']:7.4f} {row['kl']:8.4f} {row['same_token']:10.1%} {size}"
-        )
+        figures = f"{row['perplexity']:10.3f} {row['ratio']:7.4f} {row['kl']:8.4f} {row['same_token']:10.1%}"
+        print(f"{name:<30} {figures} {size}")
     print("\nThe first three round the weights alone; QUANT also rounds the activations, as the engine does.")
     print(json.dumps({"tokens": len(token_ids), "rows": rows}))
 

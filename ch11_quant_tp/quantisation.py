@@ -4,9 +4,8 @@ It knows tensors and the kernel; it knows no checkpoint, no model and no engine.
 
     weight [out, in] -> quantise -> whole numbers, scales (, minima) -> tiles -> x [T, in] -> [T, out]
 
-A group is 32 columns of one row. With 8 bits it is symmetric: weight = scale * q, q from -63 to 63. With 4 bits it isn't:
-weight = scale * q + minimum, q from 0 to 15, the format in which the bundled model's weights were published (Q4_1). The
-activations are quantised on the way, each row in groups of 32 too, to -127 to 127. The idea of small groups: ZeroQuant
+A group is 32 columns of one row. With 8 bits it is symmetric: weight = scale * q, q from -63 to 63. With 4 bits it is
+not: weight = scale * q + minimum, q from 0 to 15, as the bundled model's weights were published (Q4_1). Activations are quantised on the way, each row in groups of 32 too, to -127 to 127. The idea of small groups: ZeroQuant
 (arXiv:2206.01861), section 4.1; of whole-number products with scales outside: arXiv:1712.05877, section 2.
 """
 
@@ -44,8 +43,8 @@ LIBRARY = _library()
 class Quantised:
     """A weight matrix [out, in] in groups of 32 columns, the last of them filled up with zeros: G groups a row.
 
-    values [out, G, 32], int8 of -63 to 63 with scales [out, G] in float32 and no minima, or uint8 of 0 to 15 with scales
-    and minima [out, G] in float16.
+    values [out, G, 32]: int8 of -63 to 63, with scales [out, G] in float32 and no minima, or uint8 of 0 to 15, with
+    scales and minima [out, G] in float16.
     """
 
     values: Tensor
@@ -152,9 +151,7 @@ class QuantisedLinear(nn.Module):
         if self.minima is None:
             LIBRARY.linear_int8(pointer(x), x.stride(0), data, scales, bias, pointer(out), *sizes)
         else:
-            LIBRARY.linear_int4(
-                pointer(x), x.stride(0), data, scales, pointer(self.minima), bias, pointer(out), *sizes
-            )
+            LIBRARY.linear_int4(pointer(x), x.stride(0), data, scales, pointer(self.minima), bias, pointer(out), *sizes)
         return out
 
 

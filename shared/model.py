@@ -35,7 +35,7 @@ from shared.checkpoint import load_config
 from shared.errors import SetupError
 from shared.kernels import FEW_ROWS, linear, rms_norm, rotate_, silu_mul
 from shared.rope import ROPE_SETTINGS, rope_frequencies
-from shared.weights import load_weights
+from shared.weights import Take, load_weights, whole
 
 # (layer, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H, D]; k and v are those of the T new tokens alone
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -148,8 +148,8 @@ class Linear(nn.Linear):
 
     A decode step reads all weights for a few rows, so it can't be faster than memory. F.linear in float32 on CPU is far
     from that: one row gets half of the bandwidth, since MKL keeps it in one thread, and eight get a quarter. oneDNN
-    does better once the weights lie in its own blocked order (`pack`); weights that must stay as they are, such as those
-    of a head that is also the embedding, have a kernel of ours.
+    does better once the weights lie in its own blocked order (`pack`); weights that must stay as they are, as those of
+    a head that is also the embedding, have a kernel of ours.
     """
 
     packed: Tensor | None = None
@@ -268,16 +268,22 @@ class Transformer(nn.Module):
 
 
 def load_model(
-    folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", pack: bool = True
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    pack: bool = True,
+    config: ModelConfig | None = None,
+    take: Take = whole,
 ) -> Transformer:
     """The model of the checkpoint in `folder`, ready to run.
 
     pack: lay the linear layers out for decoding where that is possible (float32 on CPU). Whatever wants to see their
     weights, as quantisation does, loads without.
+    config, take: of the shard that this process holds, if it isn't the whole model.
 
     Raises SetupError if the architecture isn't one of ARCHITECTURES or the checkpoint is broken.
     """
-    config = ModelConfig.from_folder(folder)
+    config = config or ModelConfig.from_folder(folder)
     with torch.device("meta"):  # no memory yet, and no random numbers that would be overwritten
         model = Transformer(config)
     model.to(dtype=dtype).to_empty(device=device).requires_grad_(False).eval()
@@ -285,7 +291,7 @@ def load_model(
         model.lm_head.weight = model.embedding.weight
     frequencies, model.rope_factor = rope_frequencies(config.rope, config.head_dim)
     model.frequencies = frequencies.to(device)
-    load_weights(model, folder)
+    load_weights(model, folder, take)
     if pack and dtype == torch.float32 and torch.device(device).type == "cpu" and torch.backends.mkldnn.is_available():
         for module in model.modules():
             # The embedding is read by row, so a head that is tied to it stays as it is.

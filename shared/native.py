@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 BUILD = Path(__file__).resolve().parent.parent / "build"
-# Sums may be regrouped, or no loop over one could use vectors. Not -ffast-math: it changes how the whole process rounds.
+# Sums may be regrouped, or no loop over one could use vectors. Not -ffast-math: it changes all the process's rounding.
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"),
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),

@@ -29,7 +29,7 @@ class StepTrace:
 
     def __init__(self, path: str) -> None:
         try:
-            self._file = Path(path).open("w", buffering=1, encoding="utf-8")
+            self._file = Path(path).open("w", buffering=1, encoding="utf-8")  # noqa: SIM115, it is open as long as the engine
         except OSError as error:
             raise SetupError(f"TRACE={path}: {error.strerror}. Name a file that can be written.") from None
         self._began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Chapter 9's engine and scheduler: whatever arrives when, each request gets chapter 1's tokens, and nothing is left."""
+"""Chapter 9's engine and scheduler: whatever arrives when, each request gets chapter 1's tokens, nothing is left."""
 
 import asyncio
 import itertools
@@ -60,7 +60,7 @@ async def collect(stream) -> list[Delta]:
     return [delta async for delta in stream]
 
 
-# --- the same tokens, whatever happens around --------------------------------------------------------------------------
+# --- the same tokens, whatever happens around -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 16, 512])
@@ -118,7 +118,7 @@ def test_seeded_sampling_is_the_same_whoever_else_is_there(engine, baseline):
         assert result.token_ids == baseline.generate(prompt, params=params).token_ids
 
 
-# --- scheduling ---------------------------------------------------------------------------------------------------------
+# --- scheduling -------------------------------------------------------------------------------------------------------
 
 
 class FakeRoom:
@@ -204,7 +204,7 @@ def test_500_random_steps_keep_the_books():
 
 
 def test_a_step_does_not_depend_on_how_many_wait():
-    """Searching or copying the queue would show: 10,000 waiting against 10, by the number of them that are looked at."""
+    """Searching or copying the queue would show, by the number of those that are looked at."""
     scheduler = Scheduler(FakeRoom(1), 1, token_budget=16)
     for _ in range(10_000):
         scheduler.add(sequence(1, 2))
@@ -224,7 +224,7 @@ def test_a_step_does_not_depend_on_how_many_wait():
     assert looked_at <= 40
 
 
-# --- the engine's life --------------------------------------------------------------------------------------------------
+# --- the engine's life ------------------------------------------------------------------------------------------------
 
 
 def test_the_first_token_of_a_running_request_never_waits_for_the_queue(engine, expected):
@@ -451,7 +451,7 @@ def test_offline_results_are_whole(engine):
     assert result.metrics.ttft_ms > 0
 
 
-# --- settings -----------------------------------------------------------------------------------------------------------
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_budget_below_the_number_of_sequences_is_refused():

@@ -15,6 +15,7 @@ CHAPTERS = {
     "ch05_kv_cache": "KVCacheEngine",
     "ch09_async_scheduling": "AsyncEngine",
     "ch10_paged_cache": "PagedEngine",
+    "ch11_quant_tp": "Engine",
 }
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Paged attention against plain attention: what a query sees doesn't depend on where the blocks lie, or on who else is there."""
+"""Paged attention against plain attention: what a query sees doesn't depend on where the blocks lie or who is there."""
 
 import itertools
 import random
