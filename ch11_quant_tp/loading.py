@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ch11_quant_tp.quantisation import Quant, Quantised, QuantisedEmbedding, QuantisedLinear, quantise
+from shared.machine import in_own_thread
 from shared.model import Linear, ModelConfig, Transformer
 from shared.rope import rope_frequencies
 from shared.weights import Take, checkpoint_tensors, sources, whole
 
 
+@in_own_thread
 def load_quantised(
     folder: Path,
     quant: Quant,

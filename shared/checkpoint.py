@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from shared.config import BUNDLED_MODEL, EngineConfig
 from shared.errors import SetupError, first_line
+from shared.machine import in_own_thread
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
@@ -84,6 +85,7 @@ def weight_count(folder: Path) -> int:
     return total
 
 
+@in_own_thread
 def load_transformers(config: EngineConfig) -> PreTrainedModel:
     """The model as transformers runs it: the reference of every chapter. Raises SetupError if it can't be loaded."""
     folder = checkpoint_folder(config.model)

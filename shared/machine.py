@@ -7,6 +7,7 @@ every token, so arithmetic bounds it. It knows no engine; a model is a number of
     process id -> PeakMemory -> bytes
 """
 
+import functools
 import math
 import mmap
 import os
@@ -14,15 +15,19 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import psutil
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 BUFFER_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}  # far more than the caches hold
 
@@ -42,6 +47,24 @@ class Limits:
     prefill_tokens_per_s: float
 
 
+def in_own_thread(function: Callable[P, R]) -> Callable[P, R]:
+    """Run each call of `function` in a thread of its own, which ends with the call.
+
+    OpenMP gives every thread that computes in parallel a team of helpers, for as long as that thread lives. Helpers
+    spin between two tasks, which takes a microsecond, but as soon as all teams together are larger than the number
+    of cores they sleep instead, and waking them takes fifty. So the thread that runs the model must be the only one with
+    a team: whatever else computes for a while, such as loading, leaves none behind.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            return executor.submit(function, *args, **kwargs).result()
+
+    return run
+
+
+@in_own_thread
 def limits(
     weight_count: int, dtype: torch.dtype, device: torch.device | str = "cpu", weight_bytes: int | None = None
 ) -> Limits:
@@ -71,7 +94,7 @@ def measure_flops(device: torch.device | str = "cpu", dtype: torch.dtype = torch
     ends, n, fastest = time.perf_counter() + 1.0, 256, 0.0
     while True:
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-        seconds = min(seconds_of(partial(torch.matmul, a, b), device) for _ in range(3))
+        seconds = min(seconds_of(functools.partial(torch.matmul, a, b), device) for _ in range(3))
         fastest = max(fastest, 2 * n**3 / seconds)
         if n >= 8192 or time.perf_counter() + 3 * 8 * seconds > ends:  # twice the n takes eight times as long
             return fastest

@@ -34,6 +34,7 @@ from transformers import PretrainedConfig
 from shared.checkpoint import load_config
 from shared.errors import SetupError
 from shared.kernels import FEW_ROWS, linear, rms_norm, rotate_, silu_mul
+from shared.machine import in_own_thread
 from shared.rope import ROPE_SETTINGS, rope_frequencies
 from shared.weights import Take, load_weights, whole
 
@@ -267,6 +268,7 @@ class Transformer(nn.Module):
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
+@in_own_thread
 def load_model(
     folder: Path,
     dtype: torch.dtype = torch.float32,
