@@ -3,7 +3,7 @@
 It replaces how the model is made, what the blocks hold, and who takes part in a pass. Each of the three can be off, and
 then the engine is chapter 10's.
 
-    plan, plain data -> every rank: its shard of the weights, its heads of the cache -> sums over ranks -> logits, rank 0
+    plan, plain data -> every rank: its shard of the weights, its heads of the cache -> sums -> logits at rank 0
 """
 
 from dataclasses import asdict
@@ -60,8 +60,8 @@ def make_cache(config: FullConfig, model: ModelConfig, num_blocks: int, device: 
 class Int8Cache(PagedCache):
     """Blocks of 8-bit numbers, with a scale for each token and head: [L, N, KV, block_size].
 
-    One scale for each row of D numbers: KIVI (arXiv:2402.02750) finds that values want it so; keys have outlying
-    channels, which cost precision here, as quality.py doesn't but the tests do measure.
+    A scale for each row of D numbers is what values want; keys have outlying channels and lose more by it (KIVI,
+    arXiv:2402.02750, section 3).
     """
 
     def __init__(

@@ -37,6 +37,7 @@ def load_quantised(
     frequencies, model.rope_factor = rope_frequencies(config.rope, config.head_dim)
     model.frequencies = frequencies.to(device)
     names = [name for name, _ in model.named_parameters() if not (config.tied and name == "lm_head.weight")]
+    names.sort(key=lambda name: not name.endswith(".bias"))  # a layer is made when its weight is there: biases first
     parts: dict[str, list[Quantised | Tensor]] = defaultdict(list)
     for name, source, tensor in checkpoint_tensors(folder, names):
         part = take(source, tensor).float()

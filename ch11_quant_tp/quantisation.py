@@ -5,8 +5,9 @@ It knows tensors and the kernel; it knows no checkpoint, no model and no engine.
     weight [out, in] -> quantise -> whole numbers, scales (, minima) -> tiles -> x [T, in] -> [T, out]
 
 A group is 32 columns of one row. With 8 bits it is symmetric: weight = scale * q, q from -63 to 63. With 4 bits it is
-not: weight = scale * q + minimum, q from 0 to 15, as the bundled model's weights were published (Q4_1). Activations are quantised on the way, each row in groups of 32 too, to -127 to 127. The idea of small groups: ZeroQuant
-(arXiv:2206.01861), section 4.1; of whole-number products with scales outside: arXiv:1712.05877, section 2.
+not: weight = scale * q + minimum, q from 0 to 15, as the bundled model's weights were published (Q4_1). Activations are
+quantised on the way, each row in groups of 32 too, to -127 to 127. Small groups: ZeroQuant (arXiv:2206.01861), section
+4.1; products in whole numbers with the scales outside: arXiv:1712.05877, section 2.
 """
 
 import ctypes
@@ -79,8 +80,9 @@ def quantise(weight: Tensor, quant: Quant) -> Quantised:
 def quantise_activations(x: Tensor) -> Tensor:
     """What the kernel makes of x [T, in]: each row's groups rounded to -127 to 127, and scaled back. [T, in]"""
     groups = in_groups(x.float())
-    scales = groups.abs().amax(dim=-1, keepdim=True) / 127
-    return ((groups / above_zero(scales)).round() * scales).flatten(1)[:, : x.shape[1]].to(x.dtype)
+    largest = groups.abs().amax(dim=-1, keepdim=True)
+    values = (groups * (127 / above_zero(largest))).round()
+    return (values * (largest / 127)).flatten(1)[:, : x.shape[1]].to(x.dtype)
 
 
 def in_groups(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -91,7 +92,9 @@ class Ranks:
         while not store.check([f"loaded/{rank}" for rank in range(1, self.size)]):
             for rank, process in enumerate(self._processes, start=1):
                 if process.poll() is not None:
-                    raise SetupError(f"TP={self.size}: rank {rank} ended with status {process.returncode} at its start.")
+                    raise SetupError(
+                        f"TP={self.size}: rank {rank} ended with status {process.returncode} at its start."
+                    )
             if time.monotonic() > ends:
                 raise SetupError(f"TP={self.size}: the ranks weren't ready within {START_SECONDS:.0f} s.")
             time.sleep(0.05)
@@ -115,10 +118,8 @@ class Ranks:
         self._closing.set()
         all_alive = all(process.poll() is None for process in self._processes)
         if say_so and all_alive and dist.is_initialized():
-            try:
+            with suppress(RuntimeError):  # the connection is broken, and so is the rank
                 self.send(None)
-            except RuntimeError:
-                pass  # the connection is broken, and so is the rank
         for process in self._processes:
             if not (say_so and all_alive):
                 process.kill()

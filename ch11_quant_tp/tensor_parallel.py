@@ -5,7 +5,7 @@ It knows the model's layers and torch.distributed's collectives; it knows no eng
     column parallel: qkv, gate_up      each rank has some heads, some columns of the mlp    nothing is sent
     row parallel:    out, down         each rank has a part of the sum                      all_reduce [T, hidden]
     vocabulary:      embedding         each rank knows some tokens                          all_reduce [T, hidden]
-                     lm_head           each rank scores some tokens                         gather [R, V / size] to rank 0
+                     lm_head           each rank scores some tokens                         gather [R, V] to rank 0
 
 Megatron-LM (arXiv:1909.08053), section 3: two sums a layer, and nothing else between the ranks.
 """

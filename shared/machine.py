@@ -52,8 +52,8 @@ def in_own_thread(function: Callable[P, R]) -> Callable[P, R]:
 
     OpenMP gives every thread that computes in parallel a team of helpers, for as long as that thread lives. Helpers
     spin between two tasks, which takes a microsecond, but as soon as all teams together are larger than the number
-    of cores they sleep instead, and waking them takes fifty. So the thread that runs the model must be the only one with
-    a team: whatever else computes for a while, such as loading, leaves none behind.
+    of cores they sleep instead, and waking them takes fifty. So the thread that runs the model must be the only one
+    with a team: whatever else computes for a while, such as loading, leaves none behind.
     """
 
     @functools.wraps(function)

@@ -53,16 +53,16 @@ def save_byte_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def save_tiny_checkpoint(folder: Path, max_position_embeddings: int = 128) -> Path:
+def save_tiny_checkpoint(folder: Path, max_position_embeddings: int = 128, kv_heads: int = 2) -> Path:
     """Two random layers in float32 with grouped heads, and outputs scaled up so that the best token is clearly best."""
     folder.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=32,
+        hidden_size=16 * kv_heads,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2 * kv_heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=max_position_embeddings,
         initializer_range=0.3,
         bos_token_id=IM_START,
