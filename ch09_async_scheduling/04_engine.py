@@ -358,7 +358,8 @@ class AsyncEngine(BaseOnlineEngine):
         while wait or not self._inbox.empty():
             kind, request = self._inbox.get()
             wait = False
-            if kind == "add" and self._requests.get(request.id) is request:
+            unended = kind == "add" and self._requests.get(request.id) is request
+            if unended:
                 for seq in request.sequences:
                     seq.owner = request
                 for seq in self.to_prefill(request):

@@ -1,13 +1,16 @@
 """Draw results of the benchmarks, of one chapter or of several in one figure.
 
-It knows the results files and matplotlib, nothing else.
+It knows the results files, the step traces and matplotlib, nothing else.
 
     python -m shared.plots results/a.json results/b.json -o figure.png
     results -> throughput and TTFT against concurrency, times of realistic traffic -> PNG
+
+    python -m shared.plots trace.jsonl -o timeline.png
+    step trace -> a row a request: waiting, prefill, decode -> PNG
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, StrMethodFormatter
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from shared.options import Parser
+from shared.trace import read_trace
 
 # Okabe and Ito, "Color Universal Design" (2008), darkest first and without the yellow, which is pale on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -135,6 +141,77 @@ ROWS: tuple[tuple[tuple[str, str], tuple[Panel, Panel]], ...] = (
 )
 
 
+# --- timelines --------------------------------------------------------------------------------------------------------
+
+PHASES = {"waiting": "#BBBBBB", "prefill": "#E69F00", "decode": "#0072B2"}
+
+Span = tuple[float, float, str]  # from, to [s], one of PHASES
+
+
+def draw_rows(ax: Axes, rows: Sequence[Sequence[Span]]) -> None:
+    """A row a request, the first at the top, with a bar for each of its spans."""
+    for y, spans in enumerate(rows):
+        for phase, colour in PHASES.items():
+            bars = [(start, end - start) for start, end, kind in spans if kind == phase]
+            ax.broken_barh(bars, (y - 0.4, 0.4 if phase == "waiting" else 0.8), facecolors=colour)
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    ax.set(xlabel="time (s)", ylabel="request")
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def phase_legend(figure: Figure) -> None:
+    handles = [Patch(color=colour, label=phase) for phase, colour in PHASES.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+
+
+def trace_rows(steps: Sequence[dict[str, Any]]) -> list[list[Span]]:
+    """The spans of each request of a step trace, in order of arrival."""
+    arrived: dict[str, float] = {}
+    spans: dict[str, list[Span]] = {}
+    last: dict[str, float] = {}  # until when a request's row is drawn
+    for step in steps:
+        for request, at in step["arrived"]:
+            arrived[request], last[request], spans[request] = at, at, []
+        for request, phase in {row[0]: row[3] for row in step["scheduled"]}.items():
+            if last[request] < step["t"] - 0.001:  # a step without it
+                spans[request].append((last[request], step["t"], "waiting"))
+            last[request] = step["t"] + step["seconds"]
+            spans[request].append((step["t"], last[request], phase))
+    return [spans[request] for request in sorted(arrived, key=arrived.__getitem__)]
+
+
+def draw_timeline(steps: Sequence[dict[str, Any]], path: Path) -> None:
+    """A step trace, as `shared.trace.read_trace` gives it: its requests, and below them each step's tokens, queues."""
+    rows = trace_rows(steps)
+    height = min(9.0, 1.5 + 0.16 * len(rows))
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(10, height + 2.4), sharex=True, layout="constrained", height_ratios=(height, 1.8)
+    )
+    draw_rows(above, rows)
+    above.set(xlabel="", title="What each request waited for and got")
+    t = [step["t"] for step in steps]
+    below.stackplot(
+        t,
+        [step["prefill_tokens"] for step in steps],
+        [step["decode_tokens"] for step in steps],
+        step="post",
+        colors=[PHASES["prefill"], PHASES["decode"]],
+    )
+    below.set(xlabel="time (s)", ylabel="tokens in a step")
+    queues = below.twinx()
+    queues.step(t, [step["running"] for step in steps], where="post", color="#000000", label="running")
+    queues.step(t, [step["waiting"] for step in steps], where="post", color="#000000", linestyle=":", label="waiting")
+    queues.set(ylabel="requests", ylim=(0, None))
+    queues.legend(loc="upper right", frameon=False)
+    phase_legend(figure)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+# --- axes -------------------------------------------------------------------------------------------------------------
+
+
 def measured_ticks(ax: Axes) -> None:
     """A logarithmic x axis whose ticks are the numbers that were measured."""
     measured = np.unique(np.concatenate([line.get_xdata() for line in ax.get_lines()]))
@@ -153,9 +230,19 @@ def plain_ticks(axis: Axis) -> None:
 
 def main() -> None:
     parser = Parser(prog="python -m shared.plots", description="Draw results of one or more benchmarks in one figure.")
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json")
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json", help="or one step trace, TRACE.jsonl")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FIGURE.png")
     args = parser.parse_args()
+    if any(path.suffix == ".jsonl" for path in args.results):
+        if len(args.results) > 1:
+            parser.error("a step trace (.jsonl) is drawn by itself: give one file")
+        try:
+            draw_timeline(read_trace(args.results[0]), args.output)
+        except OSError as error:
+            parser.error(f"{error.filename or args.output}: {error.strerror}")
+        except (ValueError, LookupError, TypeError):
+            parser.error(f"{args.results[0]} is no step trace")
+        return
     results = []
     for path in args.results:
         try:
