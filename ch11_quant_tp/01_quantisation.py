@@ -37,8 +37,7 @@ def asymmetric(weight: Tensor) -> tuple[Tensor, float]:
 def main() -> None:
     config = EngineConfig()
     model = load_model(checkpoint_folder(config.model), pack=False)
-    module = model.layers[10].mlp.down
-    weight: Tensor = module.weight  # type: ignore[assignment, union-attr]
+    weight: Tensor = model.get_submodule("layers.10.mlp.down").weight  # type: ignore[assignment]
     columns = weight.shape[1]
     print(
         "1. By hand. Four weights, 0.9, -0.31, 0.05 and -1.27, in 8 bits: the largest becomes 127, 1 stands for 0.01:"

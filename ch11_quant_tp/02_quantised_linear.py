@@ -42,9 +42,7 @@ def weight_only(layer: QuantisedLinear) -> Callable[[torch.Tensor], torch.Tensor
 @torch.inference_mode()
 def main() -> None:
     if LIBRARY is None:
-        print(
-            "There is no kernel here (no C++ compiler, or NATIVE=0): int8 and int4 are made of plain torch, slowly.\n"
-        )
+        print("There is no kernel here (no C++ compiler, or NATIVE=0): int8 and int4 run in plain torch, slowly.\n")
     weights = [torch.randn(shape) for shape in SHAPES]
     floats = []
     for weight in weights:
@@ -61,12 +59,12 @@ def main() -> None:
     }
     count = sum(weight.numel() for weight in weights)
     print(
-        f"The four products of one layer, {count / 1e6:.1f} million weights. A decode step of one request has one row, of"
+        f"The four products of one layer, {count / 1e6:.1f} million weights. A decode step of one request has one row,"
     )
     print(
-        "sixteen requests sixteen; a prompt has hundreds. Predict: where does int8 gain most over float32, at 1 row, 16 or"
+        "of sixteen requests sixteen; a prompt has hundreds. Predict: where does int8 gain most over float32, at 1 row,"
     )
-    print("512? And int4 over int8?\n")
+    print("16 or 512? And int4 over int8?\n")
     threads = torch.get_num_threads()
     found: dict[str, list[float]] = {}
     for cores in sorted({1, threads}):
@@ -85,14 +83,10 @@ def main() -> None:
     torch.set_num_threads(threads)
     bandwidth = measure_bandwidth()
     print(f"Memory gives {bandwidth / 1e9:.0f} GB/s: at one row a layer can't take less than")
-    for name, each in (
-        ("float32", 4.0),
-        ("int8", sum(x.nbytes for x in eight) / count),
-        ("int4", sum(x.nbytes for x in four) / count),
-    ):
-        print(
-            f"   {name:<8} {count * each / bandwidth * 1e3:5.2f} ms for {each:.2f} bytes a weight, if it weren't in a cache"
-        )
+    sizes = {"float32": 4.0} | {n: sum(x.nbytes for x in q) / count for n, q in (("int8", eight), ("int4", four))}
+    for name, each in sizes.items():
+        least = count * each / bandwidth * 1e3
+        print(f"   {name:<8} {least:5.2f} ms for {each:.2f} bytes a weight, if it weren't in a cache")
     draw(found)
     print(f"\nFigure: {FIGURE}")
 

@@ -3,6 +3,7 @@
 python 03_tensor_parallel.py: two processes -> column parallel, row parallel, all_reduce -> differences, bytes, time
 """
 
+import sys
 import time
 
 import torch
@@ -45,32 +46,28 @@ def rank_main(rank: int, size: int, port: int) -> None:
     for turn in range(size):  # one after the other, so that the lines don't mix
         dist.barrier()
         if turn == rank:
-            print(
-                f"   rank {rank}: columns {mine.start} to {mine.stop} of {INTERMEDIATE}, {part.shape[1] * HIDDEN * 2:,} "
-                f"weights; largest difference to one process {(out - exact).abs().max():.0e}; "
-                f"an all_reduce took {each * 1e3:.2f} ms",
-                flush=True,
-            )
+            held, difference = part.shape[1] * HIDDEN * 2, (out - exact).abs().max()
+            print(f"   rank {rank}: columns {mine.start} to {mine.stop} of {INTERMEDIATE}, {held:,} weights;")
+            print(f"           differs from one process by {difference:.0e}; an all_reduce took {each * 1e3:.2f} ms")
+            sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
     print(
-        "An mlp of 576 -> 1536 -> 576 for 16 tokens, in two processes. Each has half of the columns of the first matrix and"
+        "An mlp of 576 -> 1536 -> 576 for 16 tokens, in two processes. Each has half the columns of the first matrix,"
     )
     print(
-        "the rows that belong to them of the second. Predict: how many sums does a whole transformer layer need, and how"
+        "and the rows that belong to them of the second. Predict: how many sums does a whole transformer layer need, and"
     )
-    print("many bytes are sent for a token?\n")
+    print("how many bytes are sent for a token?\n")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     multiprocessing.start_processes(rank_main, args=(2, store.port), nprocs=2, start_method="spawn")
     print("\nTwo sums a layer: one after attention, which is cut by heads, and one after the mlp.")
-    sent = 2 * LAYERS * HIDDEN * 4
-    print(
-        f"For a token, 2 x {LAYERS} layers x {HIDDEN} numbers x 4 bytes = {sent / 1e3:.0f} kB go through them, and {2 * LAYERS} times"
-    )
-    print("the ranks wait for each other. On one machine without a fast link that costs more than it saves.")
+    sent = 2 * LAYERS * HIDDEN * 4 / 1e3
+    print(f"For a token, 2 x {LAYERS} layers x {HIDDEN} numbers x 4 bytes = {sent:.0f} kB go through them, and")
+    print(f"{2 * LAYERS} times the ranks wait for each other. Without a fast link that costs more than it saves.")
 
 
 if __name__ == "__main__":
