@@ -58,10 +58,8 @@ def main() -> None:
     print(
         "An mlp of 576 -> 1536 -> 576 for 16 tokens, in two processes. Each has half the columns of the first matrix,"
     )
-    print(
-        "and the rows that belong to them of the second. Predict: how many sums does a whole transformer layer need, and"
-    )
-    print("how many bytes are sent for a token?\n")
+    print("and the rows that belong to them of the second. Predict: how many sums does a whole transformer layer need,")
+    print("and how many bytes are sent for a token?\n")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     multiprocessing.start_processes(rank_main, args=(2, store.port), nprocs=2, start_method="spawn")
     print("\nTwo sums a layer: one after attention, which is cut by heads, and one after the mlp.")
