@@ -2,56 +2,40 @@
 
 It knows queues, the scheduler, the cache and the model. It knows no HTTP: a handler submits and reads deltas.
 
-    any thread:      submit, abort --> inbox                              deltas --> the request's reader
-                                        v                                   ^
-    engine thread:   scheduler --> plan --> one packed forward --> logits --> sample --> append
+    frontend.py, any thread:   submit, abort --> inbox                         deltas --> the request's reader
+                                                   v                             ^
+    here, engine thread:                       scheduler --> plan --> one packed forward --> sample --> append
 """
 
-import asyncio
-import itertools
 import logging
-import queue
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from ch05_kv_cache.engine import KVCacheConfig
+from ch09_async_scheduling.frontend import Frontend
+from ch09_async_scheduling.plan import Interrupted, Plan, Request, SlotPlan, StillWanted, run
 from ch09_async_scheduling.scheduler import ScheduledSequence, Scheduler
 from ch09_async_scheduling.slot_cache import SlotCache
 from shared.checkpoint import checkpoint_folder, model_id
 from shared.engine import (
-    BaseOnlineEngine,
     Delta,
     DeltaStream,
     EngineDeadError,
     EngineError,
     EngineStats,
-    GenerateResult,
-    QueueFullError,
-    RequestError,
     RequestFailedError,
-    SamplingParams,
-    TokenIds,
 )
-from shared.model import Attend, Transformer, load_model
+from shared.model import Transformer, load_model
 from shared.sampler import sample, token_logprobs
 from shared.tokenizer import Tokenizer
 from shared.trace import StepTrace
 
 logger = logging.getLogger("uvicorn.error")  # the server's own log
-
-Item = Delta | Exception | None  # what a request's reader gets; None is the end
-Put = Callable[[Item], None]
-StillWanted = Callable[[], None]  # raises Interrupted when nobody waits for what is being computed
 
 
 class AsyncConfig(KVCacheConfig):
@@ -64,72 +48,22 @@ class AsyncConfig(KVCacheConfig):
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"MAX_NUM_BATCHED_TOKENS={self.max_num_batched_tokens} is less than "
-                f"MAX_NUM_SEQS={self.max_num_seqs}, and each sequence needs a token in every step"
+                f"MAX_NUM_SEQS={self.max_num_seqs}, and each sequence needs a token in every step. Raise the one or "
+                "lower the other."
             )
         return self
 
 
-@dataclass
-class Plan:
-    """One forward pass as plain data: T packed tokens of S sequences, and the R rows whose logits are asked for."""
-
-    token_ids: list[int]  # [T]
-    starts: list[int]  # [S], tokens that are in the cache already
-    counts: list[int]  # [S], new tokens; they sum to T
-    rows: list[int]  # [R]
-
-
-@dataclass
-class SlotPlan(Plan):
-    """A pass whose sequences each have a slot."""
-
-    slots: list[int]  # [S]
-
-
-@dataclass(eq=False)
-class Request:
-    """What was submitted: its choices, and where its deltas go."""
-
-    id: str
-    put: Put
-    sequences: list[ScheduledSequence]
-    unfinished: int  # choices
-    arrived: float = field(default_factory=time.perf_counter)
-    aborted: bool = False
-
-
-class Interrupted(Exception):
-    """A pass was given up in the middle, because nobody waits for any of its sequences."""
-
-
-def run(model: Transformer, plan: Plan, attend: Attend, still_wanted: StillWanted = lambda: None) -> Tensor:
-    """The model over a plan, with a cache behind `attend`: logits [R, V]."""
-
-    def attend_if_wanted(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        still_wanted()
-        return attend(layer, q, k, v)
-
-    device = model.frequencies.device
-    ranges = [torch.arange(start, start + count) for start, count in zip(plan.starts, plan.counts, strict=True)]
-    token_ids, positions = torch.tensor(plan.token_ids), torch.cat(ranges)
-    hidden = model(token_ids.to(device), positions.to(device), attend_if_wanted)  # [T, hidden]
-    return model.logits(hidden[plan.rows]) if plan.rows else hidden[:0]
-
-
-def _put_numbered(items: queue.SimpleQueue[tuple[int, Item]], number: int, item: Item) -> None:
-    items.put((number, item))
-
-
-class AsyncEngine(BaseOnlineEngine):
+class AsyncEngine(Frontend):
     """Continuous batching over slots of a contiguous cache.
 
     Raises SetupError, one line, if the model, a setting or the cache's size can't be used.
     """
 
     config_class: type[AsyncConfig] = AsyncConfig
-    sequence_class: type[ScheduledSequence] = ScheduledSequence
 
     def __init__(self, config: AsyncConfig | None = None) -> None:
+        super().__init__()
         self.config = config = config or self.config_class()
         folder = checkpoint_folder(config.model)
         self.model_id = model_id(config.model)
@@ -140,15 +74,6 @@ class AsyncEngine(BaseOnlineEngine):
         self.max_waiting = config.max_waiting
         self.scheduler = self.make_scheduler()
         self._trace = StepTrace(config.trace) if config.trace else None
-        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the next three
-        self._requests: dict[str, Request] = {}
-        self._unfinished = 0  # choices of all requests
-        self._thread: threading.Thread | None = None
-        self._stopping = False
-        self._error: str | None = "the engine isn't running: it is starting or stopping"
-        self._ids = itertools.count()
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[DeltaStream, Item]]] = defaultdict(list)
         config.announce(self.max_model_len)
 
     # --- what another cache or model replaces -------------------------------------------------------------------------
@@ -189,150 +114,19 @@ class AsyncEngine(BaseOnlineEngine):
         self.cache.begin_step(plan.slots, plan.starts, plan.counts)
         return run(self.model, plan, self.cache.attend, still_wanted)
 
-    def before_loop(self) -> None:
-        """Called before the engine thread starts."""
-
     def after_loop(self) -> None:
         """Called at the end of the engine thread, whatever ended it."""
+
+    @property
+    def running(self) -> int:
+        return len(self.scheduler.running)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=self.running, waiting=self.waiting)
 
     def memory(self) -> tuple[int, int]:
         """(used, all) of whatever the cache hands out, for the trace."""
         return self.cache.num_used, self.cache.num_slots
-
-    # --- the callers' side: any thread --------------------------------------------------------------------------------
-
-    async def start(self) -> None:
-        self._start()
-
-    def _start(self) -> None:
-        with self._lock:
-            if self._thread is None:
-                self.before_loop()
-                self._stopping, self._error = False, None
-                self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
-                self._thread.start()
-
-    def submit(self, request_id: str, token_ids: TokenIds, params: SamplingParams) -> DeltaStream:
-        deltas, loop = DeltaStream(), asyncio.get_running_loop()
-        self._submit(request_id, lambda item: self._outbox[loop].append((deltas, item)), token_ids, params)
-        return deltas
-
-    def _submit(
-        self, request_id: str, put: Callable[[Item], None], token_ids: TokenIds, params: SamplingParams
-    ) -> None:
-        self.check_request(token_ids, params)
-        if params.n > self.max_waiting:
-            raise RequestError(f"n: {params.n} choices never fit a queue of MAX_WAITING={self.max_waiting}", param="n")
-        sequences = [
-            self.sequence_class(token_ids, params.for_choice(k), self.tokenizer, self.max_model_len, k)
-            for k in range(params.n)
-        ]
-        with self._lock:
-            if self._error is not None:
-                raise EngineDeadError(self._error)
-            if request_id in self._requests:
-                raise RequestError(f"a request with the id {request_id} is open already: choose another")
-            if self.waiting + params.n > self.max_waiting:
-                raise QueueFullError(f"{self.waiting} of at most {self.max_waiting} requests are waiting: try later")
-            request = self._requests[request_id] = Request(request_id, put, sequences, params.n)
-            self._unfinished += params.n
-        self._inbox.put(("add", request))
-
-    def abort(self, request_id: str) -> None:
-        with self._lock:
-            request = self._requests.get(request_id)
-        if request is not None and not request.aborted:
-            request.aborted = True
-            self._inbox.put(("abort", request))
-
-    @property
-    def waiting(self) -> int:
-        """Choices that were submitted and don't run yet, in the inbox or in the queue."""
-        return max(0, self._unfinished - len(self.scheduler.running))
-
-    def stats(self) -> EngineStats:
-        return EngineStats(running=len(self.scheduler.running), waiting=self.waiting)
-
-    def error(self) -> str | None:
-        return self._error
-
-    async def shutdown(self) -> None:
-        await asyncio.to_thread(self.close)
-
-    def close(self) -> None:
-        """End every open request with an error, and the thread. Idempotent; the engine can be started again."""
-        with self._lock:
-            thread = self._thread
-            if thread is None:
-                return
-            self._stopping = True
-            self._error = self._error or "the engine isn't running: it is starting or stopping"
-        self._inbox.put(("stop", None))
-        thread.join()
-        with self._lock:
-            self._thread = None
-
-    # --- the same without a server ------------------------------------------------------------------------------------
-
-    def stream(
-        self,
-        prompt: str | TokenIds,
-        max_new_tokens: int | None = None,
-        params: SamplingParams | None = None,
-        cancel: threading.Event | None = None,
-    ) -> Iterator[Delta]:
-        params = params or SamplingParams()
-        if max_new_tokens is not None:
-            params = replace(params, max_tokens=max_new_tokens)
-        if params.n != 1:
-            raise RequestError("a stream is one choice: n must be 1 here; generate_batch takes any n", param="n")
-        self._start()
-        items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        request_id = f"stream-{next(self._ids)}"
-        self._submit(request_id, items.put, self.encode_prompt(prompt), params)
-        try:
-            while cancel is None or not cancel.is_set():
-                try:
-                    item = items.get(timeout=None if cancel is None else 0.05)
-                except queue.Empty:
-                    continue
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    return
-                yield item
-        finally:
-            self.abort(request_id)
-
-    def generate_batch(
-        self, prompts: Sequence[str | TokenIds], params: SamplingParams | None = None
-    ) -> list[GenerateResult]:
-        """As the contract says. All are submitted as far as the queue takes them, and batched as they come."""
-        requests = self.choices(prompts, params or SamplingParams())
-        self._start()
-        items: queue.SimpleQueue[tuple[int, Item]] = queue.SimpleQueue()
-        deltas: list[list[Delta]] = [[] for _ in requests]
-        ids: dict[int, str] = {}  # of those that are submitted and not at their end
-        todo = iter(enumerate(requests))
-        upcoming = next(todo, None)
-        try:
-            while ids or upcoming is not None:
-                while upcoming is not None and self.waiting < self.max_waiting:
-                    number, (token_ids, choice) = upcoming
-                    ids[number] = f"batch-{next(self._ids)}"
-                    self._submit(ids[number], partial(_put_numbered, items, number), token_ids, choice)
-                    upcoming = next(todo, None)
-                number, item = items.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    del ids[number]
-                else:
-                    deltas[number].append(item)
-        finally:
-            for request_id in ids.values():
-                self.abort(request_id)
-        return [GenerateResult.from_deltas(each) for each in deltas]
 
     # --- the engine thread: nothing below is called from another ------------------------------------------------------
 

@@ -8,9 +8,3 @@ _script = load_script(Path(__file__).with_name("04_engine.py"))
 
 AsyncConfig = _script.AsyncConfig
 AsyncEngine = _script.AsyncEngine
-Interrupted = _script.Interrupted
-Plan = _script.Plan
-Request = _script.Request
-SlotPlan = _script.SlotPlan
-StillWanted = _script.StillWanted
-run = _script.run

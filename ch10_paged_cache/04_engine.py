@@ -13,7 +13,8 @@ from pydantic import Field
 from torch import Tensor
 
 from ch05_kv_cache.engine import KVCache
-from ch09_async_scheduling.engine import AsyncConfig, AsyncEngine, Plan, Request, StillWanted, run
+from ch09_async_scheduling.engine import AsyncConfig, AsyncEngine
+from ch09_async_scheduling.plan import Plan, Request, StillWanted, run
 from ch09_async_scheduling.scheduler import ScheduledSequence
 from ch10_paged_cache.block_manager import BlockManager
 from ch10_paged_cache.paged_attention import Batch, paged_attention, store

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ch09_async_scheduling.engine import Plan, StillWanted, run
+from ch09_async_scheduling.plan import Plan, StillWanted, run
 from ch10_paged_cache.engine import PagedCache, PagedConfig, PagedEngine, PagedPlan
 from ch10_paged_cache.paged_attention import paged_attention, store
 from ch11_quant_tp.loading import load_quantised

@@ -11,4 +11,3 @@ FullConfig = _script.FullConfig
 Int8Cache = _script.Int8Cache
 make_cache = _script.make_cache
 make_model = _script.make_model
-run = _script.run

@@ -18,8 +18,9 @@ from pathlib import Path
 import torch.distributed as dist
 import uvicorn
 
+from ch09_async_scheduling.plan import run
 from ch10_paged_cache.engine import PagedPlan
-from ch11_quant_tp.engine import FullConfig, make_cache, make_model, run
+from ch11_quant_tp.engine import FullConfig, make_cache, make_model
 from ch11_quant_tp.ranks import PATIENCE, connect, launched_by_torchrun, receive
 from shared.errors import SetupError
 

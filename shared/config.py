@@ -51,6 +51,8 @@ class EngineConfig(BaseSettings):
             super().__init__(**values)  # type: ignore[arg-type]
         except ValidationError as error:
             first = error.errors()[0]
+            if not first["loc"]:  # two settings that don't go together; what was raised names both
+                raise SetupError(first["msg"].removeprefix("Value error, ")) from None
             name = "".join(str(part).upper() for part in first["loc"][:1])
             raise SetupError(
                 f"{name}={first['input']}: {first['msg'][0].lower()}{first['msg'][1:]}. Change or unset {name}."
