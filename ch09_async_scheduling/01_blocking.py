@@ -1,6 +1,6 @@
 """Why a blocking engine, and a static batch, waste the machine: short requests wait for a long one to end.
 
-python 01_blocking.py: four requests, one of them long -> in turn, in a batch -> two timelines in results/
+python 01_blocking.py: five requests, one of them long -> in turn, in a batch -> two timelines in results/
 """
 
 import time
@@ -12,7 +12,8 @@ from ch05_kv_cache.engine import KVCacheEngine, TimedSequence
 from shared.engine import SamplingParams
 from shared.plots import Span, draw_rows, phase_legend
 
-LENGTHS = (40, 4, 4, 4)  # output tokens of the four requests, the longest first
+LENGTHS = (30, 4, 4, 4, 4)  # output tokens, the longest first
+ARRIVALS = (0.0, 0.0, 0.0, 0.0, 0.5)  # s
 PROMPT_TOKENS = 24
 FIGURE = Path(__file__).resolve().parent.parent / "results" / "ch09-blocking.png"
 
@@ -20,28 +21,31 @@ FIGURE = Path(__file__).resolve().parent.parent / "results" / "ch09-blocking.png
 def main() -> None:
     engine = KVCacheEngine()
     engine.generate("warm up", 2)
-    print(f"Four requests come at once: one wants {LENGTHS[0]} tokens, three want {LENGTHS[1]}.\n")
+    print(f"Four requests come at once: one wants {LENGTHS[0]} tokens, three want {LENGTHS[1]}. Half a second later")
+    print(f"comes a fifth that wants {LENGTHS[4]}. Alone, each of the short ones takes a fraction of a second.\n")
 
-    print("1. One after the other, first come first served. Predict: how long does the last one wait for its first")
-    print("   token, if it would take less than a second by itself?\n")
+    print("1. One after the other, first come first served. Predict: how long do the short ones wait for a token?\n")
     began = time.perf_counter()
     in_turn = [row for i in range(len(LENGTHS)) for row in run(engine, [i], began)]
     report(in_turn)
-    print("   It waited for all before it: head-of-line blocking.\n")
+    print("   All wait for the long one, which came first: head-of-line blocking.\n")
 
-    print("2. All four in one static batch. Predict: which share of the batch's places is used?\n")
+    print("2. The four that are there in one static batch. Predict: which share of the batch's places is used? And")
+    print("   when is it the fifth one's turn?\n")
     began = time.perf_counter()
-    batch = run(engine, list(range(len(LENGTHS))), began)
+    batch = run(engine, [0, 1, 2, 3], began) + run(engine, [4], began)
     report(batch)
-    places, used = len(LENGTHS) * max(LENGTHS), sum(LENGTHS)
-    print(f"   All get their first token at once. But of {places} places only {used / places:.0%} made a token, and a")
-    print("   fifth request would wait until the longest is done: a convoy. Chapter 9 fills the places at each step.")
+    places, used = 4 * max(LENGTHS), sum(LENGTHS[:4])
+    print(f"   The four get their first token at once. But of {places} places (4 in each of {max(LENGTHS)} steps) only")
+    print(f"   {used / places:.0%} made a token, and the fifth waits beside empty places until the longest is done:")
+    print("   a convoy. Chapter 9 fills the places at each step.")
     draw(in_turn, batch)
     print(f"\nFigure: {FIGURE}")
 
 
 def run(engine: KVCacheEngine, which: list[int], began: float) -> list[list[Span]]:
-    """Run these requests as one static batch; what each did since `began`."""
+    """Run these requests as one static batch, once all have come; what each did since `began`."""
+    time.sleep(max(0.0, max(ARRIVALS[i] for i in which) - (time.perf_counter() - began)))
     batch = [
         TimedSequence(
             list(range(1000 + i, 1000 + i + PROMPT_TOKENS)),
@@ -56,25 +60,21 @@ def run(engine: KVCacheEngine, which: list[int], began: float) -> list[list[Span
     for seq, _ in engine.run(list(batch)):
         times[id(seq)].append(time.perf_counter() - began)
     return [
-        [
-            (0.0, started, "waiting"),
-            (started, times[id(seq)][0], "prefill"),
-            (times[id(seq)][0], times[id(seq)][-1], "decode"),
-        ]
-        for seq in batch
+        [(ARRIVALS[i], started, "waiting"), (started, each[0], "prefill"), (each[0], each[-1], "decode")]
+        for i, each in zip(which, times.values(), strict=True)
     ]
 
 
 def report(rows: list[list[Span]]) -> None:
-    print("   request   tokens   first token after   done after")
-    for i, (_, (_, first, _), (_, last, _)) in enumerate(rows):
-        print(f"   {i:>7} {LENGTHS[i]:>8} {first:>17.2f} s {last:>10.2f} s")
+    print("   request   tokens   comes at   first token after   done after")
+    for i, ((arrived, _, _), (_, first, _), (_, last, _)) in enumerate(rows):
+        print(f"   {i:>7} {LENGTHS[i]:>8} {arrived:>8.1f} s {first - arrived:>17.2f} s {last - arrived:>10.2f} s")
     print()
 
 
 def draw(in_turn: list[list[Span]], batch: list[list[Span]]) -> None:
     FIGURE.parent.mkdir(exist_ok=True)
-    figure, axes = plt.subplots(2, 1, figsize=(8, 4.4), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(2, 1, figsize=(8, 4.8), sharex=True, layout="constrained")
     draw_rows(axes[0], in_turn)
     axes[0].set(title="One after the other: everybody waits for the long one", xlabel="")
     draw_rows(axes[1], batch)

@@ -7,91 +7,92 @@ import asyncio
 import random
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import matplotlib.pyplot as plt
 
 from ch05_kv_cache.engine import KVCacheEngine, TimedSequence
 from ch09_async_scheduling.engine import AsyncConfig, AsyncEngine
-from shared.engine import SamplingParams
+from shared.engine import SamplingParams, TokenIds
 from shared.machine import in_own_thread
-from shared.plots import Span, draw_rows, phase_legend
+from shared.plots import Span, draw_rows, phase_legend, trace_rows
+from shared.trace import read_trace
 
 PLACES = 4
+LENGTHS = (16, 2, 3, 5) * 3  # output tokens
+PROMPT_TOKENS = 8
 FIGURE = Path(__file__).resolve().parent.parent / "results" / "ch09-each-step.png"
 
 
-def requests() -> list[tuple[list[int], SamplingParams]]:
+def main() -> None:
+    steps = sum(max(LENGTHS[i : i + PLACES]) for i in range(0, len(LENGTHS), PLACES))
+    print(f"Twelve requests come at once and want {', '.join(map(str, LENGTHS))} tokens; {PLACES} run at a time.")
+    print(f"\nStatic batches take {steps} steps: the longest of each four. Predict how many continuous batching takes,")
+    print("and how much faster it is.\n")
+    before = static()
+    after, taken = continuous()
+    print("                steps   places used   seconds   tokens/s")
+    for name, rows, count in (("static", before, steps), ("continuous", after, taken)):
+        seconds = max(end for row in rows for _, end, _ in row)
+        used = sum(LENGTHS) / (count * PLACES)
+        print(f"   {name:<10} {count:>7} {used:>13.0%} {seconds:>9.2f} {sum(LENGTHS) / seconds:>10.1f}")
+    print("\n   A step of four costs more than a step of one, so the time shrinks less than the steps do.")
+    draw(before, after)
+    print(f"\nFigure: {FIGURE}")
+
+
+def requests() -> list[tuple[TokenIds, SamplingParams]]:
     rng = random.Random(0)
-    lengths = (30, 4, 6, 8) * 3
     return [
-        ([rng.randrange(1000, 9000) for _ in range(16)], SamplingParams(max_tokens=n, ignore_eos=True)) for n in lengths
+        ([rng.randrange(1000, 9000) for _ in range(PROMPT_TOKENS)], SamplingParams(max_tokens=n, ignore_eos=True))
+        for n in LENGTHS
     ]
 
 
 @in_own_thread  # or the other engine's thread wouldn't be the only one with OpenMP helpers
-def static(engine: KVCacheEngine) -> list[list[Span]]:
-    """Batches of four, each until its longest is done."""
-    began, rows = time.perf_counter(), []
-    todo = requests()
-    for start in range(0, len(todo), PLACES):
+def static() -> list[list[Span]]:
+    """Chapter 5's engine: batches of four, each until its longest is done."""
+    engine = KVCacheEngine()
+    engine.generate("warm up", 2)
+    rows: list[list[Span]] = []
+    began = time.perf_counter()
+    for first in range(0, len(LENGTHS), PLACES):
         batch = [
-            TimedSequence(ids, p, engine.tokenizer, engine.max_model_len) for ids, p in todo[start : start + PLACES]
+            TimedSequence(token_ids, params, engine.tokenizer, engine.max_model_len)
+            for token_ids, params in requests()[first : first + PLACES]
         ]
-        started, times = time.perf_counter() - began, {id(seq): [] for seq in batch}  # type: ignore[var-annotated]
+        started = time.perf_counter() - began
+        times: dict[int, list[float]] = {id(seq): [] for seq in batch}
         for seq, _ in engine.run(list(batch)):
             times[id(seq)].append(time.perf_counter() - began)
-        rows += [spans(0.0, started, times[id(seq)]) for seq in batch]
+        for each in times.values():
+            rows.append([(0.0, started, "waiting"), (started, each[0], "prefill"), (each[0], each[-1], "decode")])
     return rows
 
 
-def continuous(engine: AsyncEngine) -> list[list[Span]]:
-    """All at once to an engine with four places."""
-
-    async def one(number: int, began: float) -> list[Span]:
-        ids, params = requests()[number]
-        times = []
-        async for _ in engine.submit(f"r{number}", ids, params):
-            times.append(time.perf_counter() - began)
-        return spans(0.0, times[0] - first_step, times)
-
-    async def everything() -> list[list[Span]]:
-        await engine.start()
-        began = time.perf_counter()
-        rows = await asyncio.gather(*(one(number, began) for number in range(12)))
-        await engine.shutdown()
-        return list(rows)
-
-    first_step = 0.1  # about what a prompt of 16 tokens takes; the engine doesn't tell when it began
-    return asyncio.run(everything())
+def continuous() -> tuple[list[list[Span]], int]:
+    """Chapter 9's engine with four places: what its step trace says of all requests, and how many steps it took."""
+    with TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.jsonl"
+        engine = AsyncEngine(AsyncConfig(max_num_seqs=PLACES, max_model_len=512, trace=str(trace)))
+        engine.generate("warm up", 2)
+        engine.close()
+        before = len(read_trace(trace))
+        asyncio.run(submit_all(engine))
+        steps = read_trace(trace)[before:]
+    began = steps[0]["arrived"][0][1]
+    rows = [[(start - began, end - began, phase) for start, end, phase in row] for row in trace_rows(steps)]
+    return rows, sum(1 for step in steps if step["scheduled"])
 
 
-def spans(arrived: float, started: float, times: list[float]) -> list[Span]:
-    started = max(arrived, started)
-    return [(arrived, started, "waiting"), (started, times[0], "prefill"), (times[0], times[-1], "decode")]
+async def submit_all(engine: AsyncEngine) -> None:
+    async def read(number: int, token_ids: TokenIds, params: SamplingParams) -> None:
+        async for _ in engine.submit(f"r{number}", token_ids, params):
+            pass  # a server would send it on
 
-
-def main() -> None:
-    lengths = [params.max_tokens for _, params in requests()]
-    print(f"Twelve requests want {lengths} tokens; {PLACES} run at a time.")
-    steps = sum(max(lengths[i : i + PLACES]) for i in range(0, 12, PLACES))
-    print(f"\nStatic batches take {steps} steps: the longest of each four. Predict how many continuous batching takes,")
-    print("and how much faster it is.\n")
-    old = KVCacheEngine()
-    before = static(old)
-    del old
-    new = AsyncEngine(AsyncConfig(max_num_seqs=PLACES, max_model_len=512))
-    taken: list[float] = []
-    new.observe_step = taken.append
-    new.generate("warm up", 2)
-    taken.clear()
-    new.close()
-    after = continuous(new)
-    print("               steps   seconds   tokens/s")
-    for name, rows, count in (("static", before, steps), ("continuous", after, len(taken))):
-        seconds = max(row[-1][1] for row in rows)
-        print(f"   {name:<10} {count:>7} {seconds:>9.2f} {sum(lengths) / seconds:>10.1f}")
-    draw(before, after)
-    print(f"\nFigure: {FIGURE}")
+    await engine.start()
+    await asyncio.gather(*(read(number, *request) for number, request in enumerate(requests())))
+    await engine.shutdown()
 
 
 def draw(before: list[list[Span]], after: list[list[Span]]) -> None:
@@ -99,7 +100,7 @@ def draw(before: list[list[Span]], after: list[list[Span]]) -> None:
     figure, axes = plt.subplots(2, 1, figsize=(8, 5.6), sharex=True, layout="constrained")
     draw_rows(axes[0], before)
     axes[0].set(title="Static batches of four: nobody joins before the longest is done", xlabel="")
-    draw_rows(axes[1], after)
+    draw_rows(axes[1], [[span for span in row if span[2] != "done"] for row in after])
     axes[1].set_title("Scheduled anew at each step: a place that gets free is taken at once")
     phase_legend(figure)
     figure.savefig(FIGURE, dpi=130)

@@ -10,6 +10,7 @@ It knows the results files, the step traces and matplotlib, nothing else.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -145,68 +146,122 @@ ROWS: tuple[tuple[tuple[str, str], tuple[Panel, Panel]], ...] = (
 
 PHASES = {"waiting": "#BBBBBB", "prefill": "#E69F00", "decode": "#0072B2"}
 
-Span = tuple[float, float, str]  # from, to [s], one of PHASES
+Span = tuple[float, float, str]  # from, to [s], one of PHASES, or "done" at the moment of its end
 
 
 def draw_rows(ax: Axes, rows: Sequence[Sequence[Span]]) -> None:
-    """A row a request, the first at the top, with a bar for each of its spans."""
+    """A row a request, the first at the top: a bar for each of its spans, and a mark where it is done."""
     for y, spans in enumerate(rows):
         for phase, colour in PHASES.items():
             bars = [(start, end - start) for start, end, kind in spans if kind == phase]
             ax.broken_barh(bars, (y - 0.4, 0.4 if phase == "waiting" else 0.8), facecolors=colour)
+        ax.vlines([end for _, end, kind in spans if kind == "done"], y - 0.4, y + 0.4, color="black", linewidth=2)
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.set(xlabel="time (s)", ylabel="request")
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def phase_legend(figure: Figure) -> None:
-    handles = [Patch(color=colour, label=phase) for phase, colour in PHASES.items()]
+def phase_legend(figure: Figure, done: bool = False) -> None:
+    handles: list[Patch | Line2D] = [Patch(color=colour, label=phase) for phase, colour in PHASES.items()]
+    if done:
+        handles.append(Line2D([], [], color="black", marker="|", markersize=10, markeredgewidth=2, ls="", label="done"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
 def trace_rows(steps: Sequence[dict[str, Any]]) -> list[list[Span]]:
-    """The spans of each request of a step trace, in order of arrival."""
-    arrived: dict[str, float] = {}
-    spans: dict[str, list[Span]] = {}
-    last: dict[str, float] = {}  # until when a request's row is drawn
-    for step in steps:
-        for request, at in step["arrived"]:
-            arrived[request], last[request], spans[request] = at, at, []
-        for request, phase in {row[0]: row[3] for row in step["scheduled"]}.items():
-            if last[request] < step["t"] - 0.001:  # a step without it
-                spans[request].append((last[request], step["t"], "waiting"))
-            last[request] = step["t"] + step["seconds"]
-            spans[request].append((step["t"], last[request], phase))
-    return [spans[request] for request in sorted(arrived, key=arrived.__getitem__)]
+    """The spans of each request of a step trace, in order of arrival; each choice (n > 1) has a row.
+
+    A step that leaves it out counts as waiting, be it in the queue, after a preemption, or for room in the budget.
+    A trace may begin in the middle: a request that came before it begins with it.
+    """
+    arrived = {request: at for step in steps for request, at in step["arrived"]}
+    ended = {request: at for step in steps for request, at in step["ended"]}
+    rows: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))  # request -> choice -> spans
+    newest: dict[tuple[str, int], int] = {}  # the last step that each was in
+    for number, step in enumerate(steps):
+        for request, choice, _, phase in step["scheduled"]:
+            row = rows[request][choice]
+            start, end = step["t"], step["t"] + step["seconds"]
+            if row and newest[request, choice] == number - 1:
+                start = row[-1][1]  # nothing was left out between the two
+                if row[-1][2] == phase:
+                    start = row.pop()[0]
+            else:
+                row.append((row[-1][1] if row else arrived.setdefault(request, start), start, "waiting"))
+            row.append((start, end, phase))
+            newest[request, choice] = number
+    for request, at in arrived.items():
+        choices = rows[request] or {0: rows[request][0]}
+        for row in choices.values():
+            last = row[-1][1] if row else at
+            if len(choices) == 1 and ended.get(request, last) > last:  # given up while it waited
+                row.append((last, ended[request], "waiting"))
+            if request in ended:
+                last = row[-1][1] if row else at
+                row.append((last, last, "done"))
+    return [rows[name][choice] for name in sorted(rows, key=arrived.__getitem__) for choice in sorted(rows[name])]
 
 
 def draw_timeline(steps: Sequence[dict[str, Any]], path: Path) -> None:
-    """A step trace, as `shared.trace.read_trace` gives it: its requests, and below them each step's tokens, queues."""
+    """A step trace, as `shared.trace.read_trace` gives it: its requests, and below them what each step was.
+
+    Raises ValueError if it has no request.
+    """
     rows = trace_rows(steps)
-    height = min(9.0, 1.5 + 0.16 * len(rows))
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(10, height + 2.4), sharex=True, layout="constrained", height_ratios=(height, 1.8)
+    if not rows:
+        raise ValueError("nothing to draw: no request is in the trace")
+    height = min(9.0, 1.0 + 0.16 * len(rows))  # inches; about what 50 rows need
+    figure, (above, queues, tokens, times) = plt.subplots(
+        4, 1, figsize=(10, height + 4.4), sharex=True, layout="constrained", height_ratios=(height, 1.2, 1.2, 1.2)
     )
     draw_rows(above, rows)
     above.set(xlabel="", title="What each request waited for and got")
-    t = [step["t"] for step in steps]
-    below.stackplot(
-        t,
-        [step["prefill_tokens"] for step in steps],
-        [step["decode_tokens"] for step in steps],
-        step="post",
-        colors=[PHASES["prefill"], PHASES["decode"]],
-    )
-    below.set(xlabel="time (s)", ylabel="tokens in a step")
-    queues = below.twinx()
-    queues.step(t, [step["running"] for step in steps], where="post", color="#000000", label="running")
-    queues.step(t, [step["waiting"] for step in steps], where="post", color="#000000", linestyle=":", label="waiting")
-    queues.set(ylabel="requests", ylim=(0, None))
-    queues.legend(loc="upper right", frameon=False)
-    phase_legend(figure)
+    running, waiting = at_once(rows, {"prefill", "decode"}), at_once(rows, {"waiting"})
+    queues.step(*running, where="post", color="black", label="running")
+    queues.step(*waiting, where="post", color="#D55E00", linestyle="--", label="waiting")
+    queues.set(ylabel="requests", ylim=(0, 1.4 * max([1, *running[1], *waiting[1]])))  # room for the legend
+    queues.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    queues.legend(loc="upper left", ncols=2, frameon=False)
+    prefill, decode = ([step[f"{phase}_tokens"] for step in steps] for phase in ("prefill", "decode"))
+    lower = [min(pair) if pair[0] < pair[1] else 0 for pair in zip(prefill, decode, strict=True)]
+    for values, phase in ((prefill, "prefill"), (decode, "decode"), (lower, "prefill")):  # the lower one is in front
+        tokens.fill_between(*over_time(steps, values), color=PHASES[phase], linewidth=0)
+    tokens.set_yscale("symlog", linthresh=1)  # one decode must be seen beside a chunk of 512
+    tokens.set(ylabel="tokens\nin a step", ylim=(0, None))
+    tokens.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    times.fill_between(*over_time(steps, [step["seconds"] for step in steps]), color="0.4", linewidth=0)
+    times.set(xlabel="time (s)", ylabel="seconds\na step takes", ylim=(0, None))
+    for ax in (queues, tokens, times):
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(axis="y", alpha=0.3)
+    figure.align_ylabels()
+    phase_legend(figure, done=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def at_once(rows: Sequence[Sequence[Span]], phases: set[str]) -> tuple[list[float], list[float]]:
+    """When the number of rows in one of `phases` changes, and what it is from then on."""
+    spans = [span for row in rows for span in row if span[2] in phases]
+    changes = np.array([(start, 1) for start, _, _ in spans] + [(end, -1) for _, end, _ in spans]).reshape(-1, 2)
+    times, index = np.unique(changes[:, 0], return_inverse=True)
+    counts = np.cumsum(np.bincount(index, weights=changes[:, 1]))
+    return times.tolist(), counts.tolist()
+
+
+def over_time(steps: Sequence[dict[str, Any]], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """x and y of a value that holds for the length of each step, and is 0 while there is none."""
+    x: list[float] = []
+    y: list[float] = []
+    for step, value in zip(steps, values, strict=True):
+        start, end = step["t"], step["t"] + step["seconds"]
+        if x and start - x[-1] > 0.01:  # s; less is what passes between two steps, and would be a white line
+            x += [x[-1], start]
+            y += [0, 0]
+        x += [start, end]
+        y += [value, value]
+    return x, y
 
 
 # --- axes -------------------------------------------------------------------------------------------------------------
@@ -234,14 +289,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FIGURE.png")
     args = parser.parse_args()
     if any(path.suffix == ".jsonl" for path in args.results):
-        if len(args.results) > 1:
-            parser.error("a step trace (.jsonl) is drawn by itself: give one file")
-        try:
-            draw_timeline(read_trace(args.results[0]), args.output)
-        except OSError as error:
-            parser.error(f"{error.filename or args.output}: {error.strerror}")
-        except (ValueError, LookupError, TypeError):
-            parser.error(f"{args.results[0]} is no step trace")
+        main_trace(parser, args.results, args.output)
         return
     results = []
     for path in args.results:
@@ -256,6 +304,23 @@ def main() -> None:
         draw_load(results, args.output)
     except (OSError, ValueError) as error:
         parser.error(f"{args.output}: {error}")
+
+
+def main_trace(parser: Parser, traces: Sequence[Path], output: Path) -> None:
+    """Draw the one step trace among the arguments, or end with a line that says what is wrong."""
+    if len(traces) > 1:
+        parser.error("a step trace (.jsonl) is drawn by itself: give one file")
+    try:
+        steps = read_trace(traces[0])
+        trace_rows(steps)
+    except OSError as error:
+        parser.error(f"{traces[0]}: {error.strerror}")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        parser.error(f"{traces[0]} is no step trace")
+    try:
+        draw_timeline(steps, output)
+    except (OSError, ValueError) as error:
+        parser.error(f"{output}: {error}")
 
 
 if __name__ == "__main__":
