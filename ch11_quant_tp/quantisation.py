@@ -13,27 +13,34 @@ quantised on the way, each row in groups of 32 too, to -127 to 127. Small groups
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared import native
-from shared.native import pointer
 
-GROUP, TILE, OFFSET = 32, 16, 64  # as in quantised_linear.cpp
+GROUP, TILE, OFFSET, SMALLEST = 32, 16, 64, 1e-30  # as in quantised_linear.cpp
 LARGEST = {"int8": 63, "int4": 15}  # 7 of 8 bits: the pairs of products that AVX2 adds must fit 16 bits
 
 Quant = Literal["int8", "int4"]
+
+
+class Weights(ctypes.Structure):
+    """What the kernel gets of a layer: where its numbers lie, and how many there are."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("data", "scales", "minima", "bias")),
+        *((name, ctypes.c_int64) for name in ("size", "outputs")),
+    ]
 
 
 def _library() -> ctypes.PyDLL | None:
     library = native.load(Path(__file__).with_name("quantised_linear.cpp"))
     if library is not None:
         P, N = ctypes.c_void_p, ctypes.c_int64
-        library.linear_int8.argtypes = [P, N, P, P, P, P, N, N, N, ctypes.c_int]
-        library.linear_int4.argtypes = [P, N, P, P, P, P, P, N, N, N, ctypes.c_int]
+        library.quantised_linear.argtypes = [ctypes.POINTER(Weights), P, N, P, N, ctypes.c_int]
     return library
 
 
@@ -81,7 +88,8 @@ def quantise_activations(x: Tensor) -> Tensor:
     """What the kernel makes of x [T, in]: each row's groups rounded to -127 to 127, and scaled back. [T, in]"""
     groups = in_groups(x.float())
     largest = groups.abs().amax(dim=-1, keepdim=True)
-    values = (groups * (127 / above_zero(largest))).round()
+    # 127 / 0 is infinite, and so is 127 / 1e-38 in float32: so small a group counts as zeros.
+    values = (groups * torch.where(largest > SMALLEST, 127 / largest, 0)).round()
     return (values * (largest / 127)).flatten(1)[:, : x.shape[1]].to(x.dtype)
 
 
@@ -114,7 +122,7 @@ class QuantisedLinear(nn.Module):
         values = _in_tiles(weight.values).unflatten(3, (8, 4)).unflatten(1, (2, 8))  # [tiles, half, 8, G, k, 4]
         values = values.permute(0, 3, 4, 1, 2, 5)  # [tiles, G, k, half, 8, 4]
         if self.quant == "int8":
-            data = (values.to(torch.int16) + OFFSET).to(torch.uint8)
+            data = values.view(torch.uint8) + OFFSET  # modulo 256, so a negative number comes out right
         else:
             data = values[:, :, :, 0] | values[:, :, :, 1] << 4
         self.register_buffer("data", data.contiguous())
@@ -122,6 +130,21 @@ class QuantisedLinear(nn.Module):
         minima = None if weight.minima is None else _in_tiles(weight.minima).transpose(1, 2).contiguous()
         self.register_buffer("minima", minima)
         self.register_buffer("bias", bias)
+        self._lay_open()
+
+    def _lay_open(self) -> None:
+        """Note where the numbers are, once: to look four tensors up in each call takes a quarter of a decode step."""
+        self._held = tuple(self._buffers.values())  # so that the places stay good whatever happens to the buffers
+        places = [None if tensor is None else tensor.data_ptr() for tensor in self._held]
+        self._weights = Weights(*places, self.in_features, self.out_features)
+        dtype = torch.float32 if self.minima is None else torch.float16
+        self._fit_kernel = self.data.is_cpu and self.scales.dtype == dtype  # model.half() would change them
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "QuantisedLinear":
+        """What `to(device)` calls: the numbers move."""
+        super()._apply(*args, **kwargs)
+        self._lay_open()
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -143,17 +166,15 @@ class QuantisedLinear(nn.Module):
         return weights.flatten(1)[:, : self.in_features]
 
     def forward(self, x: Tensor) -> Tensor:
-        if LIBRARY is None or not native.fits(x) or not self.data.is_cpu:
+        """x [T, in] -> [T, out] in x's dtype. Raises ValueError for another shape: the kernel would read past its end."""
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ValueError(f"this layer takes [T, {self.in_features}], not {list(x.shape)}")
+        if LIBRARY is None or not self._fit_kernel or not native.fits(x):
             return F.linear(quantise_activations(x), self.rows().to(x.dtype), self.bias)
-        T = len(x)
-        out = torch.empty(T, self.out_features)
-        bias = None if self.bias is None else pointer(self.bias)
-        sizes = T, self.in_features, self.out_features, torch.get_num_threads()
-        data, scales = pointer(self.data), pointer(self.scales)
-        if self.minima is None:
-            LIBRARY.linear_int8(pointer(x), x.stride(0), data, scales, bias, pointer(out), *sizes)
-        else:
-            LIBRARY.linear_int4(pointer(x), x.stride(0), data, scales, pointer(self.minima), bias, pointer(out), *sizes)
+        T, out = len(x), torch.empty(len(x), self.out_features)
+        LIBRARY.quantised_linear(
+            self._weights, x.data_ptr(), x.stride(0), out.data_ptr(), T, torch.get_num_threads()
+        )
         return out
 
 

@@ -3,15 +3,18 @@
 //
 // The weights lie in tiles of 16 outputs, so that one pass over memory in order feeds two registers of 8 outputs:
 //
-//     tile (16 outputs) -> group (32 columns) -> step k (4 columns) -> half (8 outputs) -> output -> 4 columns
+//     tile (16 outputs) -> group (32 columns) -> step (4 columns) -> half (8 outputs) -> output -> 4 columns
 //
 // 8 bits: 1 to 127, 64 stands for 0. 4 bits: 0 to 15, the low half of a byte for outputs 0 to 7 of the tile, the high
-// half for 8 to 15, with scale and minimum of each group in 16-bit floats, as they were published. AVX2 multiplies bytes in pairs and adds the two in 16 bits, saturating (vpmaddubsw). Both fit:
-// 2 * 127 * 127 = 32258 is below 2^15, and of 4 bits even eight pairs, 8 * 2 * 15 * 127 = 30480, are.
+// half for 8 to 15, with scale and minimum of each group in 16-bit floats, as they were published.
+//
+// AVX2 multiplies bytes in pairs and adds the two in 16 bits, saturating (vpmaddubsw). Both fit: 2 * 127 * 127 = 32258
+// is below 2^15, and of 4 bits even a group's eight pairs, 8 * 2 * 15 * 127 = 30480, are.
 //
 // A row's result depends on nothing but the row: its sums are made in the same order, however many rows there are.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -24,59 +27,93 @@
 
 namespace {
 
-constexpr int GROUP = 32;    // columns that share a scale
-constexpr int TILE = 16;     // outputs
+constexpr int GROUP = 32;  // columns that share a scale
+constexpr int TILE = 16;   // outputs
 constexpr int STEPS = GROUP / 4;
-constexpr int ROWS = 4;      // of x: with two registers of sums each, everything stays in the 16 that there are
-constexpr int ROW_BLOCK = 64;
-constexpr int OFFSET = 64;   // of 8-bit weights
-constexpr int64_t WORTH_A_THREAD = 1 << 15;  // numbers to quantise
+constexpr int ROWS = 4;         // of x at a time: with two registers of sums each, eight of the 16 that there are
+constexpr int ROW_BLOCK = 64;   // stay in a core's cache while all weights pass by
+constexpr int OFFSET = 64;      // of 8-bit weights
+constexpr float SMALLEST = 1e-30f;           // a group of less counts as zeros: 127 / largest must stay finite
+constexpr int64_t WORTH_A_THREAD = 1 << 14;  // numbers to quantise
 
 typedef uint16_t Half;  // the bits of a 16-bit float
 
-// x as whole numbers of -127 to 127: x = scale * value.
-struct Activations {
-    int64_t groups;
-    std::vector<int8_t> values;  // [T, groups * 32]
-    std::vector<float> scales;   // [T, groups]
-    std::vector<int32_t> sums;   // [T, groups], of the values
+// A layer's numbers, as quantisation.py hands them over: once, for a call with few numbers is cheaper than one with many.
+struct Weights {
+    const uint8_t* data;   // [tiles, groups, ...] as above
+    const void* scales;    // [tiles, groups, 16]: float with 8 bits, Half with 4
+    const void* minima;    // likewise; null with 8 bits
+    const float* bias;     // [outputs], or null
+    int64_t size, outputs;
 };
 
-// One group of `count` numbers, the rest of it zeros. A count that the compiler knows makes vector instructions of it.
-inline void quantise_group(const float* x, int64_t count, int8_t* values, float& scale, int32_t& sum) {
-    float largest = 0;
-    for (int64_t i = 0; i < count; ++i) largest = std::fabs(x[i]) > largest ? std::fabs(x[i]) : largest;
-    const float inverse = largest > 0 ? 127 / largest : 0;
-    int32_t whole[GROUP] = {};
-    for (int64_t i = 0; i < count; ++i) whole[i] = static_cast<int32_t>(std::nearbyint(x[i] * inverse));
-    sum = 0;
-    for (int64_t i = 0; i < GROUP; ++i) sum += whole[i];
-    for (int64_t i = 0; i < GROUP; ++i) values[i] = static_cast<int8_t>(whole[i]);
-    scale = largest / 127;
+// x as whole numbers of -127 to 127, x = scale * value, four rows side by side as the kernels want them.
+struct Activations {
+    int64_t groups;
+    std::vector<int8_t> values;    // [T / 4, groups, 8 steps, 4 rows, 4 columns]
+    std::vector<float> scales;     // [T / 4, groups, 4 rows]
+    std::vector<int32_t> offsets;  // likewise: what the offset of the 8-bit weights adds to the products, negative
+    std::vector<float> sums;       // likewise: of x itself, for the minima of the 4-bit weights
+
+    // Where the numbers of one group of the rows from `row` on begin; rows are taken four by four.
+    int64_t at(int64_t row, int64_t group) const { return (row / ROWS * groups + group) * ROWS; }
+};
+
+// The group's largest absolute value. Bits of positive floats are in the order of the floats, and NaN is the largest:
+// compared as whole numbers they can be compared eight at a time, and no NaN gets lost.
+inline float largest_of(const float* x) {
+    int32_t largest = 0;
+    for (int i = 0; i < GROUP; ++i) {
+        int32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        largest = std::max(largest, bits & 0x7fffffff);
+    }
+    float value;
+    std::memcpy(&value, &largest, sizeof value);
+    return value;
 }
 
-void quantise_row(const float* x, int64_t size, int64_t groups, int8_t* values, float* scales, int32_t* sums) {
-    for (int64_t g = 0; g < groups; ++g) {
-        const int64_t start = g * GROUP;
-        if (start + GROUP <= size)
-            quantise_group(x + start, GROUP, values + start, scales[g], sums[g]);
-        else
-            quantise_group(x + start, size - start, values + start, scales[g], sums[g]);
+void quantise_row(const float* x, int64_t size, int64_t row, Activations& a) {
+    for (int64_t g = 0; g < a.groups; ++g) {
+        float last[GROUP] = {};
+        const float* group = x + g * GROUP;
+        if ((g + 1) * GROUP > size) {
+            std::copy(group, x + size, last);
+            group = last;
+        }
+        const float largest = largest_of(group), inverse = largest > SMALLEST ? 127 / largest : 0;
+        int8_t values[GROUP];
+        int32_t sum = 0;
+        for (int i = 0; i < GROUP; ++i) {
+            const auto value = static_cast<int32_t>(std::nearbyint(group[i] * inverse));
+            sum += value;
+            values[i] = static_cast<int8_t>(value);
+        }
+        const int64_t place = a.at(row, g) + row % ROWS;
+        a.scales[place] = largest / 127;
+        a.offsets[place] = -OFFSET * sum;
+        a.sums[place] = largest / 127 * sum;
+        int8_t* first = &a.values[a.at(row, g) * GROUP + row % ROWS * 4];
+        for (int k = 0; k < STEPS; ++k) std::memcpy(first + k * ROWS * 4, values + k * 4, 4);
     }
 }
 
 void quantise(const float* x, int64_t stride, int64_t T, int64_t size, Activations& a, int threads) {
     a.groups = (size + GROUP - 1) / GROUP;
-    a.values.resize(T * a.groups * GROUP);
-    a.scales.resize(T * a.groups);
-    a.sums.resize(T * a.groups);
+    const int64_t numbers = (T + ROWS - 1) / ROWS * ROWS * a.groups;
+    a.values.resize(numbers * GROUP);
+    a.scales.resize(numbers);
+    a.offsets.resize(numbers);
+    a.sums.resize(numbers);
 #pragma omp parallel for num_threads(threads) if (T * size >= WORTH_A_THREAD)
-    for (int64_t t = 0; t < T; ++t)
-        quantise_row(x + t * stride, size, a.groups, &a.values[t * a.groups * GROUP], &a.scales[t * a.groups],
-                     &a.sums[t * a.groups]);
+    for (int64_t t = 0; t < T; ++t) quantise_row(x + t * stride, size, t, a);
 }
 
 #ifdef VECTORS
+
+// Add here and now. The compiler would put the additions of a whole group off to its end, which takes more registers than
+// there are.
+inline void settle(__m256i& sums) { asm("" : "+x"(sums)); }
 
 // Four columns of 8 outputs with four of one row: sums += w[o][0..3] . x[0..3]
 inline __m256i dot4(__m256i sums, __m256i w, __m256i x) {
@@ -93,36 +130,39 @@ inline __m256 eight_halves(const Half* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
+inline __m256i load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
 inline __m256i four_of(const int8_t* x) {
     int32_t bits;
     std::memcpy(&bits, x, 4);
     return _mm256_set1_epi32(bits);
 }
 
-// One tile for R rows, 8 bits.
+// One tile for R rows, 8 bits. The loops over steps and rows are unrolled, so that all places are known beforehand.
 template <int R>
-void tile_int8(const Activations& a, int64_t row, const uint8_t* weights, const float* scales, float* out) {
-    const int64_t width = a.groups * GROUP;
+inline void tile_int8(const Activations& a, int64_t row, const uint8_t* weights, const float* scales, float* out) {
     __m256 total[R][2];
     for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < a.groups; ++g) {
-        __m256i sums[R][2];
-        for (int r = 0; r < R; ++r)  // the offset of the weights, taken off beforehand
-            sums[r][0] = sums[r][1] = _mm256_set1_epi32(-OFFSET * a.sums[(row + r) * a.groups + g]);
+        const int64_t at = a.at(row, g);
         const uint8_t* w = weights + g * GROUP * TILE;
-        const int8_t* x = &a.values[row * width + g * GROUP];
+        const int8_t* x = &a.values[at * GROUP];
+        __m256i sums[R][2];
+        for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_set1_epi32(a.offsets[at + r]);
+#pragma GCC unroll 8
         for (int k = 0; k < STEPS; ++k) {
-            const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k * 64));
-            const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k * 64 + 32));
+            const __m256i low = load_bytes(w + k * 64), high = load_bytes(w + k * 64 + 32);
+#pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
-                const __m256i four = four_of(x + r * width + 4 * k);
+                const __m256i four = four_of(x + (k * ROWS + r) * 4);
                 sums[r][0] = dot4(sums[r][0], low, four);
                 sums[r][1] = dot4(sums[r][1], high, four);
+                settle(sums[r][0]), settle(sums[r][1]);
             }
         }
         const __m256 scale[2] = {_mm256_loadu_ps(scales + g * TILE), _mm256_loadu_ps(scales + g * TILE + 8)};
         for (int r = 0; r < R; ++r) {
-            const __m256 of_row = _mm256_set1_ps(a.scales[(row + r) * a.groups + g]);
+            const __m256 of_row = _mm256_set1_ps(a.scales[at + r]);
             for (int h = 0; h < 2; ++h)
                 total[r][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][h]), _mm256_mul_ps(scale[h], of_row), total[r][h]);
         }
@@ -133,25 +173,28 @@ void tile_int8(const Activations& a, int64_t row, const uint8_t* weights, const 
 
 // One tile for R rows, 4 bits with a minimum: scale * (q . x) + minimum * (1 . x).
 template <int R>
-void tile_int4(const Activations& a, int64_t row, const uint8_t* weights, const Half* scales, const Half* minima,
+inline void tile_int4(const Activations& a, int64_t row, const uint8_t* weights, const Half* scales, const Half* minima,
                float* out) {
-    const int64_t width = a.groups * GROUP;
     const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     __m256 total[R][2];
     for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < a.groups; ++g) {
+        const int64_t at = a.at(row, g);
+        const uint8_t* w = weights + g * GROUP * TILE / 2;
+        const int8_t* x = &a.values[at * GROUP];
         __m256i sums[R][2];  // in 16 bits, which a group never fills
         for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
-        const uint8_t* w = weights + g * GROUP * TILE / 2;
-        const int8_t* x = &a.values[row * width + g * GROUP];
+#pragma GCC unroll 8
         for (int k = 0; k < STEPS; ++k) {
-            const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k * 32));
+            const __m256i both = load_bytes(w + k * 32);
             const __m256i low = _mm256_and_si256(both, nibble);
             const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+#pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
-                const __m256i four = four_of(x + r * width + 4 * k);
+                const __m256i four = four_of(x + (k * ROWS + r) * 4);
                 sums[r][0] = _mm256_add_epi16(sums[r][0], _mm256_maddubs_epi16(low, four));
                 sums[r][1] = _mm256_add_epi16(sums[r][1], _mm256_maddubs_epi16(high, four));
+                settle(sums[r][0]), settle(sums[r][1]);
             }
         }
         __m256 scale[2], minimum[2];
@@ -160,8 +203,7 @@ void tile_int4(const Activations& a, int64_t row, const uint8_t* weights, const 
             minimum[h] = eight_halves(minima + g * TILE + 8 * h);
         }
         for (int r = 0; r < R; ++r) {
-            const int64_t at = (row + r) * a.groups + g;
-            const __m256 of_row = _mm256_set1_ps(a.scales[at]), of_sum = _mm256_set1_ps(a.scales[at] * a.sums[at]);
+            const __m256 of_row = _mm256_set1_ps(a.scales[at + r]), of_sum = _mm256_set1_ps(a.sums[at + r]);
             for (int h = 0; h < 2; ++h) {
                 const __m256 whole = _mm256_cvtepi32_ps(_mm256_madd_epi16(sums[r][h], ones));
                 total[r][h] = _mm256_fmadd_ps(whole, _mm256_mul_ps(scale[h], of_row), total[r][h]);
@@ -191,11 +233,12 @@ void tile_int8(const Activations& a, int64_t row, const uint8_t* weights, const 
         for (int o = 0; o < TILE; ++o) {
             float total = 0;
             for (int64_t g = 0; g < a.groups; ++g) {
-                const int64_t at = (row + r) * a.groups + g;
-                int32_t sum = -OFFSET * a.sums[at];
+                const int64_t at = a.at(row, g);
+                int32_t sum = a.offsets[at + r];
                 for (int i = 0; i < GROUP; ++i)
-                    sum += a.values[at * GROUP + i] * weights[g * GROUP * TILE + i / 4 * 64 + o * 4 + i % 4];
-                total = std::fma(static_cast<float>(sum), scales[g * TILE + o] * a.scales[at], total);
+                    sum += a.values[at * GROUP + (i / 4 * ROWS + r) * 4 + i % 4] *
+                           weights[g * GROUP * TILE + i / 4 * 64 + o * 4 + i % 4];
+                total = std::fma(static_cast<float>(sum), scales[g * TILE + o] * a.scales[at + r], total);
             }
             out[r * TILE + o] = total;
         }
@@ -208,14 +251,14 @@ void tile_int4(const Activations& a, int64_t row, const uint8_t* weights, const 
         for (int o = 0; o < TILE; ++o) {
             float total = 0;
             for (int64_t g = 0; g < a.groups; ++g) {
-                const int64_t at = (row + r) * a.groups + g;
+                const int64_t at = a.at(row, g);
                 int32_t sum = 0;
                 for (int i = 0; i < GROUP; ++i) {
                     const uint8_t both = weights[g * GROUP * TILE / 2 + i / 4 * 32 + o % 8 * 4 + i % 4];
-                    sum += a.values[at * GROUP + i] * (o < 8 ? both & 15 : both >> 4);
+                    sum += a.values[at * GROUP + (i / 4 * ROWS + r) * 4 + i % 4] * (o < 8 ? both & 15 : both >> 4);
                 }
-                total = std::fma(static_cast<float>(sum), number(scales[g * TILE + o]) * a.scales[at], total);
-                total = std::fma(number(minima[g * TILE + o]), a.scales[at] * a.sums[at], total);
+                total = std::fma(static_cast<float>(sum), number(scales[g * TILE + o]) * a.scales[at + r], total);
+                total = std::fma(number(minima[g * TILE + o]), a.sums[at + r], total);
             }
             out[r * TILE + o] = total;
         }
@@ -226,38 +269,38 @@ void tile_int4(const Activations& a, int64_t row, const uint8_t* weights, const 
 template <typename Scale, int R>
 void rows_of_tile(const Activations& a, int64_t row, const uint8_t* weights, const Scale* scales, const Scale* minima,
                   const float* bias, float* out, int64_t outputs, int64_t first) {
-    float result[R * TILE];
+    alignas(32) float result[R * TILE];
     if constexpr (sizeof(Scale) == sizeof(Half))
         tile_int4<R>(a, row, weights, scales, minima, result);
     else
         tile_int8<R>(a, row, weights, scales, result);
     const int64_t count = std::min<int64_t>(TILE, outputs - first);
-    for (int r = 0; r < R; ++r)
-        for (int64_t o = 0; o < count; ++o)
-            out[(row + r) * outputs + first + o] = result[r * TILE + o] + (bias ? bias[first + o] : 0);
+    for (int r = 0; r < R; ++r) {
+        if (bias)
+            for (int64_t o = 0; o < count; ++o) result[r * TILE + o] += bias[first + o];
+        std::memcpy(out + (row + r) * outputs + first, result + r * TILE, count * sizeof(float));
+    }
 }
 
 template <typename Scale>
-void product(const float* x, int64_t stride, const uint8_t* weights, const Scale* scales, const Scale* minima,
-             const float* bias, float* out, int64_t T, int64_t size, int64_t outputs, int threads) {
+void product(const Weights& weights, const float* x, int64_t stride, float* out, int64_t T, int threads) {
     thread_local Activations a;  // its memory is used again by the next call
-    quantise(x, stride, T, size, a, threads);
+    quantise(x, stride, T, weights.size, a, threads);
     const Activations& shared = a;
-    const int64_t tiles = (outputs + TILE - 1) / TILE, blocks = (T + ROW_BLOCK - 1) / ROW_BLOCK;
+    const auto *scales = static_cast<const Scale*>(weights.scales), *minima = static_cast<const Scale*>(weights.minima);
+    const int64_t outputs = weights.outputs, tiles = (outputs + TILE - 1) / TILE, blocks = (T + ROW_BLOCK - 1) / ROW_BLOCK;
     const int64_t bytes = shared.groups * GROUP * TILE / (minima ? 2 : 1), numbers = shared.groups * TILE;
-    // A block of rows stays in a core's cache while all weights pass by it.
 #pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
     for (int64_t block = 0; block < blocks; ++block)
         for (int64_t tile = 0; tile < tiles; ++tile) {
-            const uint8_t* w = weights + tile * bytes;
+            const uint8_t* w = weights.data + tile * bytes;
             const Scale *s = scales + tile * numbers, *m = minima ? minima + tile * numbers : nullptr;
-            int64_t row = block * ROW_BLOCK;
-            const int64_t end = std::min(T, row + ROW_BLOCK), first = tile * TILE;
-            for (; row + ROWS <= end; row += ROWS)
-                rows_of_tile<Scale, ROWS>(shared, row, w, s, m, bias, out, outputs, first);
-            if (end - row == 3) rows_of_tile<Scale, 3>(shared, row, w, s, m, bias, out, outputs, first);
-            if (end - row == 2) rows_of_tile<Scale, 2>(shared, row, w, s, m, bias, out, outputs, first);
-            if (end - row == 1) rows_of_tile<Scale, 1>(shared, row, w, s, m, bias, out, outputs, first);
+            const int64_t end = std::min(T, (block + 1) * ROW_BLOCK);
+            for (int64_t row = block * ROW_BLOCK; row < end; row += ROWS) {
+                const auto multiply = std::array{rows_of_tile<Scale, 1>, rows_of_tile<Scale, 2>, rows_of_tile<Scale, 3>,
+                                                 rows_of_tile<Scale, ROWS>}[std::min<int64_t>(ROWS, end - row) - 1];
+                multiply(shared, row, w, s, m, weights.bias, out, outputs, tile * TILE);
+            }
         }
 }
 
@@ -265,15 +308,12 @@ void product(const float* x, int64_t stride, const uint8_t* weights, const Scale
 
 extern "C" {
 
-// out[t][j] = x[t] . weight[j] + bias[j]; x [T, size] with `stride` between rows, out [T, outputs]. bias may be null.
-void linear_int8(const float* x, int64_t stride, const uint8_t* weights, const float* scales, const float* bias,
-                 float* out, int64_t T, int64_t size, int64_t outputs, int threads) {
-    product<float>(x, stride, weights, scales, nullptr, bias, out, T, size, outputs, threads);
-}
-
-void linear_int4(const float* x, int64_t stride, const uint8_t* weights, const Half* scales, const Half* minima,
-                 const float* bias, float* out, int64_t T, int64_t size, int64_t outputs, int threads) {
-    product<Half>(x, stride, weights, scales, minima, bias, out, T, size, outputs, threads);
+// out[t][j] = x[t] . weight[j] + bias[j]; x [T, size] with `stride` between rows, out [T, outputs].
+void quantised_linear(const Weights* weights, const float* x, int64_t stride, float* out, int64_t T, int threads) {
+    if (weights->minima)
+        product<Half>(*weights, x, stride, out, T, threads);
+    else
+        product<float>(*weights, x, stride, out, T, threads);
 }
 
 }  // extern "C"
