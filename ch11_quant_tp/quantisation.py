@@ -166,7 +166,7 @@ class QuantisedLinear(nn.Module):
         return weights.flatten(1)[:, : self.in_features]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out] in x's dtype. Raises ValueError for another shape: the kernel would read past its end."""
+        """x [T, in] -> [T, out] in x's dtype. Raises ValueError for another shape: the kernel would read beyond it."""
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise ValueError(f"this layer takes [T, {self.in_features}], not {list(x.shape)}")
         if LIBRARY is None or not self._fit_kernel or not native.fits(x):
