@@ -172,9 +172,7 @@ class QuantisedLinear(nn.Module):
         if LIBRARY is None or not self._fit_kernel or not native.fits(x):
             return F.linear(quantise_activations(x), self.rows().to(x.dtype), self.bias)
         T, out = len(x), torch.empty(len(x), self.out_features)
-        LIBRARY.quantised_linear(
-            self._weights, x.data_ptr(), x.stride(0), out.data_ptr(), T, torch.get_num_threads()
-        )
+        LIBRARY.quantised_linear(self._weights, x.data_ptr(), x.stride(0), out.data_ptr(), T, torch.get_num_threads())
         return out
 
 
