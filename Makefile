@@ -3,6 +3,7 @@
 #   make serve    the newest chapter's server       CH=ch01 for another, PORT=, MODEL=
 #   make test     all tests
 #   make bench    both benchmarks of a chapter      CH=, ARGS="--load closed" goes to the online one
+#   make compare  all chapters under the same load    QUICK=1, PEERS="vllm=http://127.0.0.1:8000/v1 ..."
 #   make lint     ruff and mypy
 #   make model    only the set-up: environment and bundled model
 
@@ -14,6 +15,8 @@ CH       ?= $(lastword $(CHAPTERS))
 override CH := $(firstword $(filter $(CH:/=) $(CH:/=)_%,$(CHAPTERS)) $(CH))
 PORT     ?= 80$(shell echo $(CH) | cut -c3-4)
 ARGS     ?=
+QUICK    ?=
+PEERS    ?=
 INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 # A local folder is meant from here, though a chapter's scripts run in the chapter's folder.
@@ -27,7 +30,7 @@ else
 NEEDS_MODEL := $(BUNDLED)
 endif
 
-.PHONY: help serve test bench lint model chapter
+.PHONY: help serve test bench compare lint model chapter
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 
@@ -67,6 +70,9 @@ serve: chapter $(NEEDS_MODEL)
 bench: chapter $(NEEDS_MODEL)
 	cd $(CH) && ../$(BIN)/python 06_benchmark_offline.py
 	cd $(CH) && ../$(BIN)/python 06_benchmark_online.py $(ARGS)
+
+compare: $(NEEDS_MODEL)
+	@$(BIN)/python -m shared.compare $(if $(filter-out 0,$(QUICK)),--quick) $(PEERS:%=--peer %) $(ARGS)
 
 test: .venv/.installed-test $(BUNDLED)
 	$(BIN)/python -m pytest

@@ -48,6 +48,11 @@ def draw_load(results: list[dict[str, Any]], path: Path) -> None:
     rows = [panels for keys, panels in ROWS if any(runs_of(result, *keys) for result in results)]
     if not rows:
         raise ValueError("nothing to draw: all requests failed")
+    draw_panels(results, rows, ", ".join(sorted({result["model"] for result in results})), path)
+
+
+def draw_panels(results: Sequence[dict[str, Any]], rows: Sequence[tuple[Panel, Panel]], title: str, path: Path) -> None:
+    """Rows of two panels, and below them a legend of all results, which have the same look in each."""
     styled: Styled = [
         (result, {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)], "markersize": 5})
         for k, result in enumerate(results)
@@ -60,9 +65,25 @@ def draw_load(results: list[dict[str, Any]], path: Path) -> None:
             ax.spines[["top", "right"]].set_visible(False)
     handles = [Line2D([], [], label=result["name"], **style) for result, style in styled]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), frameon=False)
-    figure.suptitle(", ".join(sorted({result["model"] for result in results})))
+    figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def draw_comparison(
+    results: Sequence[dict[str, Any]], share: Callable[[dict[str, Any]], float], within: str, title: str, path: Path
+) -> None:
+    """Closed loops and rising rates of several engines. share: of a run's requests that kept `within`, the bounds."""
+
+    def draw_share(ax: Axes, styled: Styled) -> None:
+        for result, style in styled:
+            runs = [run for run in result["runs"] if "rate" in run]
+            ax.plot([run["rate"] for run in runs], [100 * share(run) for run in runs], **style)
+        ax.set(title=f"Realistic traffic: within {within}", xlabel="conversations that begin a second")
+        ax.set(ylabel="% of requests", ylim=(-3, 103))
+        measured_ticks(ax)
+
+    draw_panels(results, [(draw_throughput, draw_ttft), (draw_tpot, draw_share)], title, path)
 
 
 def runs_of(result: dict[str, Any], load: str, key: str) -> list[dict[str, Any]]:
@@ -92,6 +113,16 @@ def draw_ttft(ax: Axes, styled: Styled) -> None:
     measured_ticks(ax)
     median, p99 = (Line2D([], [], color="0.3", linestyle="-"), Line2D([], [], color="0.3", linestyle="--"))
     ax.legend([median, p99], ["median", "99th percentile"], frameon=False)
+
+
+def draw_tpot(ax: Axes, styled: Styled) -> None:
+    for result, style in styled:
+        runs = [run for run in runs_of(result, "closed", "concurrency") if run["tpot_ms"]]
+        ax.plot([run["concurrency"] for run in runs], [run["tpot_ms"]["p50"] for run in runs], **style)
+    ax.set(title="Closed loop: time per output token, median", xlabel="concurrency (requests at a time)")
+    ax.set(ylabel="TPOT (ms)", yscale="log")
+    plain_ticks(ax.yaxis)
+    measured_ticks(ax)
 
 
 def draw_batches(ax: Axes, styled: Styled) -> None:

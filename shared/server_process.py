@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +35,12 @@ class RunningServer:
 
 
 @contextmanager
-def running_server(folder: Path, port: int | None = None, startup_s: float = 120) -> Iterator[RunningServer]:
+def running_server(
+    folder: Path, port: int | None = None, startup_s: float = 120, environment: Mapping[str, str] | None = None
+) -> Iterator[RunningServer]:
     """The server of the chapter in `folder`, ready for requests, on `port` or a free one.
 
+    environment: its variables; default: ours.
     Raises SetupError, with the end of the server's log, if it isn't ready within `startup_s`; SystemExit if SIGTERM
     comes. To be used in the main thread, which gets the signals.
     """
@@ -54,7 +57,9 @@ def running_server(folder: Path, port: int | None = None, startup_s: float = 120
                     [sys.executable, "-m", "shared.server_process"],
                     stdin=subprocess.PIPE, text=True, start_new_session=True,
                 )  # fmt: skip
-                server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+                server = subprocess.Popen(
+                    command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+                )
                 tell(guard, server.pid)
             wait_until_ready(server, f"http://{HOST}:{port}/health", startup_s, log.fileno())
             yield RunningServer(f"http://{HOST}:{port}/v1", server.pid)

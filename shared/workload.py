@@ -3,13 +3,13 @@
 It knows neither server nor tokenizer: a prompt is made of common English words, each about one token, and the tokens
 are counted later, from the server's `usage`.
 
-    WorkloadConfig -> batch | closed_loop | realistic -> Workload of Conversations -> messages of each turn
+    WorkloadConfig -> batch | closed_loop | realistic | closed_mix -> Workload of Conversations -> messages of each turn
 """
 
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WORDS = """air animal answer apple area arm art back ball bank base bed bird blood blue board boat body book box boy
 bread bridge brother building business car case cat cause chair change child church circle city class clock cloud coat
@@ -135,8 +135,19 @@ def warm_up(config: WorkloadConfig, requests: int) -> Workload:
 
 def realistic(config: WorkloadConfig) -> Workload:
     """Poisson arrivals, log-normal lengths, some conversations with a common system prompt, some with several turns."""
+    return Workload("realistic", _mixed(config, "realistic"), rate=config.rate)
+
+
+def closed_mix(config: WorkloadConfig, concurrency: int) -> Workload:
+    """The conversations of realistic traffic in a closed loop: `concurrency` users who never think."""
+    config = replace(config, requests=max(config.requests, 3 * concurrency), think_time=0.0)
+    conversations = _mixed(config, f"closed {concurrency}")
+    return Workload("closed", tuple(replace(each, arrival_s=0.0) for each in conversations), concurrency)
+
+
+def _mixed(config: WorkloadConfig, purpose: str) -> tuple[Conversation, ...]:
     arrivals, kinds, lengths, text, think = (
-        _random(config, f"realistic {what}") for what in ("arrivals", "kinds", "lengths", "text", "think time")
+        _random(config, f"{purpose} {what}") for what in ("arrivals", "kinds", "lengths", "text", "think time")
     )
     system = _words(_random(config, "system prompt"), config.system_tokens)
     conversations: list[Conversation] = []
@@ -155,7 +166,7 @@ def realistic(config: WorkloadConfig) -> Workload:
         conversations.append(Conversation(tuple(turns), arrival_s, system if shared else None))
         left -= len(turns)
         arrival_s += arrivals.expovariate(config.rate)  # the gaps of a Poisson process are exponential
-    return Workload("realistic", tuple(conversations), rate=config.rate)
+    return tuple(conversations)
 
 
 def _random(config: WorkloadConfig, purpose: str) -> random.Random:

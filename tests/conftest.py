@@ -4,7 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that spin on a busy core slow each other a hundred times
-for name in ("MODEL", "DEVICE", "DTYPE", "MAX_MODEL_LEN", "API_KEY"):
+for name in ("MODEL", "DEVICE", "DTYPE", "MAX_MODEL_LEN", "API_KEY", "NATIVE"):
     os.environ.pop(name, None)  # a reader's own settings must not change what the tests see
 
 from collections.abc import Iterator
@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 
 from shared.checkpoint import MODELS
-from shared.config import BUNDLED_MODEL
+from shared.config import BUNDLED_MODEL, FIRST_CHAPTER
 from shared.server import make_app
+from tests.fake_server import FakeServer
 from tests.serving import serve
 from tests.tiny import ScriptedEngine, save_tiny_checkpoint
+
+for name in FIRST_CHAPTER:
+    os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +48,12 @@ def scripted(_scripted_server: tuple[ScriptedEngine, str]) -> tuple[ScriptedEngi
     engine, url = _scripted_server
     engine.reset()
     return engine, url
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    """A server that answers as a test's script says, behind real HTTP."""
+    server = FakeServer()
+    with serve(server.app) as url:
+        server.url = f"{url}/v1"
+        yield server

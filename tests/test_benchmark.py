@@ -14,8 +14,6 @@ import matplotlib.pyplot as plt
 import psutil
 import pytest
 import torch
-from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, StreamingResponse
 
 from shared import machine, server_process
 from shared.benchmark import offline, online
@@ -26,20 +24,11 @@ from shared.plots import draw_load, draw_throughput
 from shared.report import percentiles, remarks, summarise
 from shared.server_process import running_server, signals_later
 from shared.workload import Conversation, Turn, Workload, WorkloadConfig, batch, closed_loop
-from tests.serving import free_port, serve, wait_until
+from tests.fake_server import DONE, FakeServer, frame, usage
+from tests.serving import free_port, wait_until
 from tests.tiny import ScriptedEngine
 
 SMALL = WorkloadConfig(requests=2, concurrency=(1, 2), prompt_tokens=3, output_tokens=4, rate=50.0, think_time=0.01)
-DONE = "data: [DONE]\n\n"
-
-
-def frame(text: str | None = None, **fields: object) -> str:
-    choices = [] if text is None else [{"index": 0, "delta": {"content": text}}]
-    return f"data: {json.dumps({'choices': choices} | fields)}\n\n"
-
-
-def usage(prompt: int, completion: int) -> str:
-    return frame(usage={"prompt_tokens": prompt, "completion_tokens": completion})
 
 
 # --- figures, by hand -------------------------------------------------------------------------------------------------
@@ -122,46 +111,6 @@ def test_peak_memory_counts_children():
 
 
 # --- the client against a scripted server -----------------------------------------------------------------------------
-
-
-class FakeServer:
-    """An OpenAI server that answers with the frames of `script`, a function of the request's body."""
-
-    def __init__(self, url: str = "") -> None:
-        self.url = url
-        self.bodies: list[dict] = []
-        self.headers: list[dict[str, str]] = []
-        self.script = lambda body: [frame("a"), frame("b"), usage(3, body["max_tokens"]), DONE]
-        self.status: int | None = None
-        self.together = 1  # requests that must be open before one is answered
-        self.begun = 0
-        self.app = FastAPI()
-        self.app.get("/v1/models")(lambda: {"data": [{"id": "fake"}]})
-        self.app.post("/v1/chat/completions")(self.chat)
-
-    async def chat(self, request: Request):
-        self.bodies.append(await request.json())
-        self.headers.append(dict(request.headers))
-        if self.status is not None:
-            return JSONResponse({"error": {"message": "the queue is full"}}, self.status)
-        return StreamingResponse(self.frames(self.bodies[-1]), media_type="text/event-stream")
-
-    async def frames(self, body: dict):
-        self.begun += 1
-        while self.begun < self.together:
-            await asyncio.sleep(0.005)
-        for text in self.script(body):
-            if text == "hang":
-                await asyncio.Event().wait()
-            yield text
-
-
-@pytest.fixture
-def fake():
-    server = FakeServer()
-    with serve(server.app) as url:
-        server.url = f"{url}/v1"
-        yield server
 
 
 def send(fake: FakeServer, workload: Workload, **options) -> list[Outcome]:
