@@ -1,15 +1,17 @@
 // Products of float32 rows with weights of 8 or 4 bits, in whole numbers: x is quantised on the way in, a group of 32
 // numbers at a time, and each group's sum of products, exact in int32, is scaled and added in float32.
 //
-// The weights lie in tiles of 16 outputs, so that one pass over memory in order feeds two registers of 8 outputs:
+// The weights lie in tiles of 16 outputs, so that one pass over memory in order feeds two registers of 8 outputs, or one
+// of 16:
 //
 //     tile (16 outputs) -> group (32 columns) -> step (4 columns) -> half (8 outputs) -> output -> 4 columns
 //
 // 8 bits: 1 to 127, 64 stands for 0. 4 bits: 0 to 15, the low half of a byte for outputs 0 to 7 of the tile, the high
 // half for 8 to 15, with scale and minimum of each group in 16-bit floats, as they were published.
 //
-// AVX2 multiplies bytes in pairs and adds the two in 16 bits, saturating (vpmaddubsw). Both fit: 2 * 127 * 127 = 32258
-// is below 2^15, and of 4 bits even a group's eight pairs, 8 * 2 * 15 * 127 = 30480, are.
+// AVX-512 with VNNI multiplies bytes four by four and adds in 32 bits (vpdpbusd). AVX2 multiplies them in pairs and adds
+// the two in 16 bits, saturating (vpmaddubsw). Both fit: 2 * 127 * 127 = 32258 is below 2^15, and of 4 bits even a
+// group's eight pairs, 8 * 2 * 15 * 127 = 30480, are.
 //
 // A row's result depends on nothing but the row: its sums are made in the same order, however many rows there are.
 
@@ -18,11 +20,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#ifdef __AVX2__
 #include <immintrin.h>
-#define VECTORS 1
 #endif
 
 namespace {
@@ -30,11 +32,10 @@ namespace {
 constexpr int GROUP = 32;  // columns that share a scale
 constexpr int TILE = 16;   // outputs
 constexpr int STEPS = GROUP / 4;
-constexpr int ROWS = 4;         // of x at a time: with two registers of sums each, eight of the 16 that there are
 constexpr int ROW_BLOCK = 64;   // stay in a core's cache while all weights pass by
 constexpr int OFFSET = 64;      // of 8-bit weights
-constexpr float SMALLEST = 1e-30f;           // a group of less counts as zeros: 127 / largest must stay finite
 constexpr int64_t WORTH_A_THREAD = 1 << 14;  // numbers to quantise
+constexpr float SMALLEST = 1e-30f;           // a group of less counts as zeros: 127 / largest must stay finite
 
 typedef uint16_t Half;  // the bits of a 16-bit float
 
@@ -47,15 +48,130 @@ struct Weights {
     int64_t size, outputs;
 };
 
-// x as whole numbers of -127 to 127, x = scale * value, four rows side by side as the kernels want them.
+// --- a tile's 16 outputs, as 16 numbers of 32 bits or as 64 bytes, four to an output ---------------------------------
+
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+#define VECTORS
+
+constexpr int ROWS = 8;  // of x at a time: their sums and totals are half of the 32 registers
+
+typedef __m512i Whole;
+typedef __m512 Floats;
+
+inline Whole same(int32_t x) { return _mm512_set1_epi32(x); }
+inline Floats same(float x) { return _mm512_set1_ps(x); }
+inline Floats floats(Whole x) { return _mm512_cvtepi32_ps(x); }
+inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats add(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
+inline Floats numbers(const float* p) { return _mm512_loadu_ps(p); }
+inline Floats numbers(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline void put(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+inline Whole bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+
+inline Whole nibbles(const uint8_t* p) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), nibble = _mm256_set1_epi8(15);
+    const __m256i low = _mm256_and_si256(both, nibble), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+// sums += w[output][0..3] . x[0..3], which one instruction does.
+inline void add_products(Whole& sums, Whole w, int32_t x) { sums = _mm512_dpbusd_epi32(sums, w, same(x)); }
+inline void add_small_products(Whole& sums, Whole w, int32_t x) { add_products(sums, w, x); }
+inline Whole sum_of_small(Whole sums) { return sums; }
+
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define VECTORS
+
+constexpr int ROWS = 4;  // their sums are half of the 16 registers
+
+struct Whole {
+    __m256i half[2];
+};
+struct Floats {
+    __m256 half[2];
+};
+
+inline __m256i load(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline __m256 eight_halves(const Half* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+inline Whole same(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline Floats same(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Floats floats(const Whole& x) { return {_mm256_cvtepi32_ps(x.half[0]), _mm256_cvtepi32_ps(x.half[1])}; }
+inline Floats times(const Floats& a, const Floats& b) {
+    return {_mm256_mul_ps(a.half[0], b.half[0]), _mm256_mul_ps(a.half[1], b.half[1])};
+}
+inline Floats add(const Floats& sum, const Floats& a, const Floats& b) {
+    return {_mm256_fmadd_ps(a.half[0], b.half[0], sum.half[0]), _mm256_fmadd_ps(a.half[1], b.half[1], sum.half[1])};
+}
+inline Floats numbers(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline Floats numbers(const Half* p) { return {eight_halves(p), eight_halves(p + 8)}; }
+inline void put(float* p, const Floats& x) {
+    _mm256_storeu_ps(p, x.half[0]);
+    _mm256_storeu_ps(p + 8, x.half[1]);
+}
+inline Whole bytes(const uint8_t* p) { return {load(p), load(p + 32)}; }
+
+inline Whole nibbles(const uint8_t* p) {
+    const __m256i both = load(p), nibble = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(both, nibble), _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble)};
+}
+
+// Add here and now. The compiler would put the additions of a whole group off to its end, which takes more registers than
+// there are.
+inline void settle(__m256i& sums) { asm("" : "+x"(sums)); }
+
+// sums += w[output][0..3] . x[0..3]
+inline void add_products(Whole& sums, const Whole& w, int32_t x) {
+    const __m256i four = _mm256_set1_epi32(x);
+    for (int h = 0; h < 2; ++h) {
+#ifdef __AVXVNNI__
+        sums.half[h] = _mm256_dpbusd_avx_epi32(sums.half[h], w.half[h], four);
+#else
+        const __m256i pairs = _mm256_maddubs_epi16(w.half[h], four);
+        sums.half[h] = _mm256_add_epi32(sums.half[h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+        settle(sums.half[h]);
+    }
+}
+
+// The same for 4 bits: in pairs of 16 bits, which a group never fills, and which are added up in the end.
+inline void add_small_products(Whole& sums, const Whole& w, int32_t x) {
+    const __m256i four = _mm256_set1_epi32(x);
+    for (int h = 0; h < 2; ++h) {
+        sums.half[h] = _mm256_add_epi16(sums.half[h], _mm256_maddubs_epi16(w.half[h], four));
+        settle(sums.half[h]);
+    }
+}
+inline Whole sum_of_small(const Whole& sums) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_madd_epi16(sums.half[0], ones), _mm256_madd_epi16(sums.half[1], ones)};
+}
+
+#else
+
+constexpr int ROWS = 4;
+
+#endif
+
+inline int32_t four_of(const int8_t* x) {
+    int32_t bits;
+    std::memcpy(&bits, x, 4);
+    return bits;
+}
+
+// --- activations -----------------------------------------------------------------------------------------------------
+
+// x as whole numbers of -127 to 127, x = scale * value, ROWS of them side by side as the kernels want them.
 struct Activations {
     int64_t groups;
-    std::vector<int8_t> values;    // [T / 4, groups, 8 steps, 4 rows, 4 columns]
-    std::vector<float> scales;     // [T / 4, groups, 4 rows]
+    std::vector<int8_t> values;    // [T / ROWS, groups, 8 steps, ROWS, 4 columns]
+    std::vector<float> scales;     // [T / ROWS, groups, ROWS]
     std::vector<int32_t> offsets;  // likewise: what the offset of the 8-bit weights adds to the products, negative
     std::vector<float> sums;       // likewise: of x itself, for the minima of the 4-bit weights
 
-    // Where the numbers of one group of the rows from `row` on begin; rows are taken four by four.
+    // Where the numbers of one group of the rows from `row` on begin; rows are taken ROWS at a time.
     int64_t at(int64_t row, int64_t group) const { return (row / ROWS * groups + group) * ROWS; }
 };
 
@@ -109,110 +225,59 @@ void quantise(const float* x, int64_t stride, int64_t T, int64_t size, Activatio
     for (int64_t t = 0; t < T; ++t) quantise_row(x + t * stride, size, t, a);
 }
 
+// --- products --------------------------------------------------------------------------------------------------------
+
 #ifdef VECTORS
-
-// Add here and now. The compiler would put the additions of a whole group off to its end, which takes more registers than
-// there are.
-inline void settle(__m256i& sums) { asm("" : "+x"(sums)); }
-
-// Four columns of 8 outputs with four of one row: sums += w[o][0..3] . x[0..3]
-inline __m256i dot4(__m256i sums, __m256i w, __m256i x) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    return _mm256_dpbusd_epi32(sums, w, x);
-#elif defined(__AVXVNNI__)
-    return _mm256_dpbusd_avx_epi32(sums, w, x);
-#else
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
-#endif
-}
-
-inline __m256 eight_halves(const Half* p) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
-
-inline __m256i load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-
-inline __m256i four_of(const int8_t* x) {
-    int32_t bits;
-    std::memcpy(&bits, x, 4);
-    return _mm256_set1_epi32(bits);
-}
 
 // One tile for R rows, 8 bits. The loops over steps and rows are unrolled, so that all places are known beforehand.
 template <int R>
 inline void tile_int8(const Activations& a, int64_t row, const uint8_t* weights, const float* scales, float* out) {
-    __m256 total[R][2];
-    for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
+    Floats total[R];
+    for (int r = 0; r < R; ++r) total[r] = same(0.0f);
     for (int64_t g = 0; g < a.groups; ++g) {
         const int64_t at = a.at(row, g);
         const uint8_t* w = weights + g * GROUP * TILE;
         const int8_t* x = &a.values[at * GROUP];
-        __m256i sums[R][2];
-        for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_set1_epi32(a.offsets[at + r]);
+        Whole sums[R];
+        for (int r = 0; r < R; ++r) sums[r] = same(a.offsets[at + r]);
 #pragma GCC unroll 8
         for (int k = 0; k < STEPS; ++k) {
-            const __m256i low = load_bytes(w + k * 64), high = load_bytes(w + k * 64 + 32);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) {
-                const __m256i four = four_of(x + (k * ROWS + r) * 4);
-                sums[r][0] = dot4(sums[r][0], low, four);
-                sums[r][1] = dot4(sums[r][1], high, four);
-                settle(sums[r][0]), settle(sums[r][1]);
-            }
+            const Whole step = bytes(w + k * 64);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) add_products(sums[r], step, four_of(x + (k * ROWS + r) * 4));
         }
-        const __m256 scale[2] = {_mm256_loadu_ps(scales + g * TILE), _mm256_loadu_ps(scales + g * TILE + 8)};
-        for (int r = 0; r < R; ++r) {
-            const __m256 of_row = _mm256_set1_ps(a.scales[at + r]);
-            for (int h = 0; h < 2; ++h)
-                total[r][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][h]), _mm256_mul_ps(scale[h], of_row), total[r][h]);
-        }
+        const Floats scale = numbers(scales + g * TILE);
+        for (int r = 0; r < R; ++r)
+            total[r] = add(total[r], floats(sums[r]), times(scale, same(a.scales[at + r])));
     }
-    for (int r = 0; r < R; ++r)
-        for (int h = 0; h < 2; ++h) _mm256_storeu_ps(out + r * TILE + 8 * h, total[r][h]);
+    for (int r = 0; r < R; ++r) put(out + r * TILE, total[r]);
 }
 
 // One tile for R rows, 4 bits with a minimum: scale * (q . x) + minimum * (1 . x).
 template <int R>
 inline void tile_int4(const Activations& a, int64_t row, const uint8_t* weights, const Half* scales, const Half* minima,
-               float* out) {
-    const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    __m256 total[R][2];
-    for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = _mm256_setzero_ps();
+                      float* out) {
+    Floats total[R];
+    for (int r = 0; r < R; ++r) total[r] = same(0.0f);
     for (int64_t g = 0; g < a.groups; ++g) {
         const int64_t at = a.at(row, g);
         const uint8_t* w = weights + g * GROUP * TILE / 2;
         const int8_t* x = &a.values[at * GROUP];
-        __m256i sums[R][2];  // in 16 bits, which a group never fills
-        for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
+        Whole sums[R];
+        for (int r = 0; r < R; ++r) sums[r] = same(0);
 #pragma GCC unroll 8
         for (int k = 0; k < STEPS; ++k) {
-            const __m256i both = load_bytes(w + k * 32);
-            const __m256i low = _mm256_and_si256(both, nibble);
-            const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) {
-                const __m256i four = four_of(x + (k * ROWS + r) * 4);
-                sums[r][0] = _mm256_add_epi16(sums[r][0], _mm256_maddubs_epi16(low, four));
-                sums[r][1] = _mm256_add_epi16(sums[r][1], _mm256_maddubs_epi16(high, four));
-                settle(sums[r][0]), settle(sums[r][1]);
-            }
+            const Whole step = nibbles(w + k * 32);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) add_small_products(sums[r], step, four_of(x + (k * ROWS + r) * 4));
         }
-        __m256 scale[2], minimum[2];
-        for (int h = 0; h < 2; ++h) {
-            scale[h] = eight_halves(scales + g * TILE + 8 * h);
-            minimum[h] = eight_halves(minima + g * TILE + 8 * h);
-        }
+        const Floats scale = numbers(scales + g * TILE), minimum = numbers(minima + g * TILE);
         for (int r = 0; r < R; ++r) {
-            const __m256 of_row = _mm256_set1_ps(a.scales[at + r]), of_sum = _mm256_set1_ps(a.sums[at + r]);
-            for (int h = 0; h < 2; ++h) {
-                const __m256 whole = _mm256_cvtepi32_ps(_mm256_madd_epi16(sums[r][h], ones));
-                total[r][h] = _mm256_fmadd_ps(whole, _mm256_mul_ps(scale[h], of_row), total[r][h]);
-                total[r][h] = _mm256_fmadd_ps(minimum[h], of_sum, total[r][h]);
-            }
+            total[r] = add(total[r], floats(sum_of_small(sums[r])), times(scale, same(a.scales[at + r])));
+            total[r] = add(total[r], minimum, same(a.sums[at + r]));
         }
     }
-    for (int r = 0; r < R; ++r)
-        for (int h = 0; h < 2; ++h) _mm256_storeu_ps(out + r * TILE + 8 * h, total[r][h]);
+    for (int r = 0; r < R; ++r) put(out + r * TILE, total[r]);
 }
 
 #else
@@ -269,7 +334,7 @@ void tile_int4(const Activations& a, int64_t row, const uint8_t* weights, const 
 template <typename Scale, int R>
 void rows_of_tile(const Activations& a, int64_t row, const uint8_t* weights, const Scale* scales, const Scale* minima,
                   const float* bias, float* out, int64_t outputs, int64_t first) {
-    alignas(32) float result[R * TILE];
+    alignas(64) float result[R * TILE];
     if constexpr (sizeof(Scale) == sizeof(Half))
         tile_int4<R>(a, row, weights, scales, minima, result);
     else
@@ -280,6 +345,12 @@ void rows_of_tile(const Activations& a, int64_t row, const uint8_t* weights, con
             for (int64_t o = 0; o < count; ++o) result[r * TILE + o] += bias[first + o];
         std::memcpy(out + (row + r) * outputs + first, result + r * TILE, count * sizeof(float));
     }
+}
+
+// For 1 to ROWS rows.
+template <typename Scale, int... R>
+constexpr auto multipliers(std::integer_sequence<int, R...>) {
+    return std::array{rows_of_tile<Scale, R + 1>...};
 }
 
 template <typename Scale>
@@ -297,8 +368,8 @@ void product(const Weights& weights, const float* x, int64_t stride, float* out,
             const Scale *s = scales + tile * numbers, *m = minima ? minima + tile * numbers : nullptr;
             const int64_t end = std::min(T, (block + 1) * ROW_BLOCK);
             for (int64_t row = block * ROW_BLOCK; row < end; row += ROWS) {
-                const auto multiply = std::array{rows_of_tile<Scale, 1>, rows_of_tile<Scale, 2>, rows_of_tile<Scale, 3>,
-                                                 rows_of_tile<Scale, ROWS>}[std::min<int64_t>(ROWS, end - row) - 1];
+                constexpr auto multiply_rows = multipliers<Scale>(std::make_integer_sequence<int, ROWS>());
+                const auto multiply = multiply_rows[std::min<int64_t>(ROWS, end - row) - 1];
                 multiply(shared, row, w, s, m, weights.bias, out, outputs, tile * TILE);
             }
         }
