@@ -32,20 +32,25 @@ from shared.workload import Workload, WorkloadConfig
 
 @dataclass(frozen=True)
 class Loads:
-    """What an engine is sent. requests: of each run; a closed loop sends at least three a client."""
+    """What an engine is sent.
+
+    requests: of each run, at least; a closed loop sends three a client
+    seconds: for conversations to begin in, at each rate; a queue that builds up needs time to show
+    """
 
     concurrency: tuple[int, ...]
     rates: tuple[float, ...]  # conversations that begin a second, rising
     requests: int
+    seconds: float
 
 
 TRAFFIC = WorkloadConfig(prompt_tokens=64, output_tokens=32, system_tokens=128)
-LOADS = Loads((1, 2, 4, 8, 16, 32), (0.25, 0.5, 1.0, 2.0, 4.0), 32)
-REDUCED = {"ch01": Loads((1, 4), (0.05,), 4), "ch05": Loads((1, 4, 16), (0.25, 0.5), 12)}
+LOADS = Loads((1, 2, 4, 8, 16, 32), (0.5, 1.0, 1.5, 2.0, 3.0, 4.0), 32, 30)
+REDUCED = {"ch01": Loads((1, 4), (0.05,), 4, 30), "ch05": Loads((1, 4, 16), (0.25, 0.5), 12, 30)}
 
 QUICK_TRAFFIC = replace(TRAFFIC, prompt_tokens=32, output_tokens=16, system_tokens=64)
-QUICK_LOADS = Loads((1, 4, 16), (0.5, 2.0), 12)
-QUICK_REDUCED = {"ch01": Loads((1, 2), (0.1,), 2), "ch05": Loads((1, 4), (0.5,), 6)}
+QUICK_LOADS = Loads((1, 4, 16), (0.5, 2.0, 8.0), 12, 10)
+QUICK_REDUCED = {"ch01": Loads((1, 2), (0.1,), 2, 10), "ch05": Loads((1, 4), (0.5,), 6, 10)}
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,15 @@ def contestants(quick: bool, peers: Sequence[tuple[str, str]]) -> list[Contestan
 
 def workloads(who: Contestant, config: WorkloadConfig) -> list[Workload]:
     """Closed loops, then rising rates. Each has a seed of its own: a prefix cache knows nothing of the one before."""
-    config = replace(config, requests=who.loads.requests)
-    closed = [traffic.closed_mix(replace(config, seed=c), c) for c in who.loads.concurrency]
-    rising = [traffic.realistic(replace(config, rate=rate, seed=100 + i)) for i, rate in enumerate(who.loads.rates)]
+    loads, turns = who.loads, 1 - config.multi_turn + config.multi_turn * sum(traffic.TURNS) / 2
+    config = replace(config, requests=loads.requests)
+    closed = [traffic.closed_mix(replace(config, seed=c), c) for c in loads.concurrency]
+    rising = [
+        traffic.realistic(
+            replace(config, rate=rate, requests=max(loads.requests, round(rate * loads.seconds * turns)), seed=100 + i)
+        )
+        for i, rate in enumerate(loads.rates)
+    ]
     return closed + rising
 
 
@@ -86,9 +97,10 @@ def measure(who: Contestant, config: WorkloadConfig, bounds: Bounds, path: Path)
     """Make the runs that `path` lacks, and write it after each. Raises SetupError if the server can't be measured."""
     identity: Result = {"name": who.label, "settings": dict(who.settings), "url": who.url, "traffic": asdict(config)}
     result = read(path, identity) or {**identity, "runs": []}
-    todo = [
-        load for load in workloads(who, config) if not any(run["load_name"] == name(load) for run in result["runs"])
-    ]
+    wanted = {(name(load), load.requests): load for load in workloads(who, config)}
+    result["runs"] = [run for run in result["runs"] if (run["load_name"], run["requests"]) in wanted]
+    done = {run["load_name"] for run in result["runs"]}
+    todo = [load for load in wanted.values() if name(load) not in done]
     if not todo or (overloaded(result, bounds) and all(load.rate for load in todo)):
         return
     environment = {k: v for k, v in os.environ.items() if k not in FIRST_CHAPTER} | dict(who.settings)

@@ -5,6 +5,7 @@ argv + the chapter's WorkloadConfig -> argparse -> Namespace, WorkloadConfig
 
 import argparse
 import os
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -155,7 +156,8 @@ def seconds(text: str) -> float:
 def base_url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text} must begin with http:// or https://")
-    return text.rstrip("/").removesuffix("/v1") + "/v1"
+    text = text.rstrip("/")
+    return text if re.search(r"/v\d+$", text) else f"{text}/v1"  # OpenVINO's server has its API at /v3
 
 
 def _number(text: str, kind: Any, least: float) -> Any:

@@ -20,6 +20,7 @@ from shared.benchmark import offline, online
 from shared.engine import SetupError
 from shared.load_client import Answer, BadAnswerError, ChatClient, Outcome, run_workload
 from shared.machine import Limits, PeakMemory
+from shared.options import base_url
 from shared.plots import draw_load, draw_throughput
 from shared.report import percentiles, remarks, summarise
 from shared.server_process import running_server, signals_later
@@ -285,6 +286,21 @@ def test_a_server_that_refuses_everything_is_no_success(fake, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "batch: 2 failed: HTTP 429: the queue is full" in lines
     assert json.loads(lines[-1])["runs"][0]["failures"] == {"HTTP 429: the queue is full": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("http://x:8000", "http://x:8000/v1"),
+        ("http://x:8000/", "http://x:8000/v1"),
+        ("http://x:8000/v1/", "http://x:8000/v1"),
+        ("http://x:8000/v3", "http://x:8000/v3"),
+        ("https://x/api", "https://x/api/v1"),
+    ],
+)
+def test_the_version_in_a_base_url_is_kept(given, meant):
+    """OpenVINO's server has its API at /v3, which became /v3/v1."""
+    assert base_url(given) == meant
 
 
 def test_no_server_at_the_base_url(tmp_path):

@@ -182,13 +182,20 @@ def test_metrics_tell_the_times_of_the_tokens(engine):
     assert "tpot_ms" not in engine.generate("Hello", 1, SamplingParams(ignore_eos=True)).metrics.as_dict()
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS)
-def test_the_real_model_gives_chapter_1_s_tokens(chapter: str, real_model):
-    """Twenty prompts, alone and in batches, against transformers' own generate, which chapter 1 equals."""
+@pytest.fixture(scope="module")
+def expected_of_the_real_model(real_model):
+    """Prompts, and ten tokens for each: computed once for all chapters."""
     reference = BaselineEngine(EngineConfig(model=real_model))
+    texts = [reference.build_prompt([Message(role="user", content=prompt)]) for prompt in REAL_PROMPTS]
+    prompts = [reference.encode_prompt(text) for text in texts]
+    return prompts, [greedy_by_transformers(reference, prompt, 10) for prompt in prompts]
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_the_real_model_gives_chapter_1_s_tokens(chapter: str, expected_of_the_real_model):
+    """Twenty prompts, alone and in batches, against transformers' own generate, which chapter 1 equals."""
+    prompts, expected = expected_of_the_real_model
     engine = getattr(importlib.import_module(f"{chapter}.engine"), CHAPTERS[chapter])()
-    prompts = [engine.encode_prompt(engine.build_prompt([Message(role="user", content=p)])) for p in REAL_PROMPTS]
-    expected = [greedy_by_transformers(reference, prompt, 10) for prompt in prompts]
     results = engine.generate_batch(prompts, SamplingParams(max_tokens=10))
     assert [result.token_ids for result in results] == expected
     assert [engine.generate(prompt, 10).token_ids for prompt in prompts[:4]] == expected[:4]

@@ -15,7 +15,7 @@ from shared.report import summarise
 from tests.serving import free_port
 
 BOUNDS = Bounds(1000, 200)
-FEW = Loads((1, 2), (20.0, 40.0), 3)
+FEW = Loads((1, 2), (20.0, 40.0), 3, 0.1)
 TINY = replace(QUICK_TRAFFIC, prompt_tokens=2, output_tokens=4, system_tokens=1, multi_turn=0.0)
 
 
@@ -64,6 +64,12 @@ def test_no_two_loads_share_a_prompt():
     assert len(set().union(*prompts)) == sum(map(len, prompts))
 
 
+def test_a_higher_rate_gets_more_requests():
+    """A rate far beyond what an engine can do passed for sustained, for the queue had no time to build up."""
+    low, high = workloads(Contestant("x", Loads((), (1.0, 4.0), 3, 10)), QUICK_TRAFFIC)
+    assert (low.requests, high.requests) == (16, 64)  # 1.6 turns a conversation
+
+
 def test_every_chapter_is_there_in_the_order_of_the_book():
     names = [who.name for who in contestants(quick=True, peers=[("vllm", "http://x/v1")])]
     assert names == [*(path.name.split("_")[0] for path in sorted(ROOT.glob("ch[0-9][0-9]_*"))), "vllm"]
@@ -106,6 +112,14 @@ def test_other_traffic_is_measured_anew(fake, tmp_path):
     assert len(fake.bodies) >= 2 * sent - 4
 
 
+def test_more_requests_take_the_place_of_fewer(fake, tmp_path):
+    """Both stood in the table, under one name."""
+    path = tmp_path / "peer.json"
+    measure(Contestant("peer", FEW, url=fake.url), TINY, BOUNDS, path)
+    measure(Contestant("peer", replace(FEW, requests=7), url=fake.url), TINY, BOUNDS, path)
+    assert [run["requests"] for run in json.loads(path.read_text())["runs"]] == [7, 7, 7, 7]
+
+
 def test_rates_rise_no_further_than_the_first_that_is_too_much(fake, tmp_path):
     """Each higher rate only made a longer queue, for minutes."""
     path = tmp_path / "peer.json"
@@ -119,7 +133,7 @@ def test_chapters_and_a_peer_side_by_side(fake, tmp_path, monkeypatch, capsys, t
     monkeypatch.setenv("MODEL", str(tiny_checkpoint))
     monkeypatch.setenv("NUM_BLOCKS", "1")  # would stop chapter 10's server
     old, new = (chapter for chapter in CHAPTERS if chapter.name in ("ch09", "ch10"))
-    loads = Loads((2,), (30.0,), 3)
+    loads = Loads((2,), (30.0,), 3, 0)
     monkeypatch.setattr(
         comparison, "contestants",
         lambda quick, peers: [
