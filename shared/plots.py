@@ -112,7 +112,7 @@ def draw_ttft(ax: Axes, styled: Styled) -> None:
     plain_ticks(ax.yaxis)
     measured_ticks(ax)
     median, p99 = (Line2D([], [], color="0.3", linestyle="-"), Line2D([], [], color="0.3", linestyle="--"))
-    ax.legend([median, p99], ["median", "99th percentile"], frameon=False)
+    ax.legend([median, p99], ["median", "99th percentile"], frameon=False, loc="lower right")
 
 
 def draw_tpot(ax: Axes, styled: Styled) -> None:
