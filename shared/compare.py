@@ -132,9 +132,8 @@ async def run_all(
     api_key = os.environ.get("API_KEY", "") if who.folder else ""
     async with ChatClient(url, api_key=api_key) as client:
         client.model = result["model"] = await client.find_model()
-        outcomes, _ = await run_workload(client, traffic.warm_up(config, 2))
-        if all(outcome.error for outcome in outcomes):
-            raise SetupError(f"{who.name}: the warm-up failed: {outcomes[0].error}")
+        await warm_up(client, config)
+        result["remark"] = "" if client.ignore_eos else " (without ignore_eos)"
         for load in todo:
             if load.rate and overloaded(result, bounds):
                 break  # a higher rate only makes a longer queue
@@ -147,6 +146,18 @@ async def run_all(
             result["runs"].append(run)
             path.write_text(json.dumps(result, indent=1) + "\n")
             print(one_row(who.name, run, bounds), flush=True)
+
+
+async def warm_up(client: ChatClient, config: WorkloadConfig) -> None:
+    """Raises SetupError if no request is answered. A server that refuses `ignore_eos` is asked without it."""
+    outcomes, _ = await run_workload(client, traffic.warm_up(config, 2))
+    error = outcomes[0].error or ""
+    if client.ignore_eos and "ignore_eos" in error:
+        print(f"{client.base_url} refuses ignore_eos: it ends its answers where it likes, so that they are shorter.")
+        client.ignore_eos = False
+        await warm_up(client, config)
+    elif all(outcome.error for outcome in outcomes):
+        raise SetupError(f"the warm-up failed: {error}")
 
 
 def read(path: Path, identity: Result) -> Result | None:
@@ -213,7 +224,7 @@ def compare(
             failures.append(f"{who.name}: {error}")
         result = json.loads(path.read_text()) if path.is_file() else None
         if result and any(run["each"] for run in result["runs"]):
-            measured.append(result)
+            measured.append(result | {"name": result["name"] + result["remark"]})
     if measured:
         within = f"TTFT {bounds.ttft_ms / 1000:g} s and TPOT {bounds.tpot_ms:g} ms"
         machine = measured[-1]["runs"][-1]["machine"]

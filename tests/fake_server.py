@@ -27,6 +27,7 @@ class FakeServer:
         self.headers: list[dict[str, str]] = []
         self.script = lambda body: [frame("a"), frame("b"), usage(3, body["max_tokens"]), DONE]
         self.status: int | None = None
+        self.refuses = ""  # a field that it doesn't know
         self.together = 1  # requests that must be open before one is answered
         self.begun = 0
         self.app = FastAPI()
@@ -36,6 +37,8 @@ class FakeServer:
     async def chat(self, request: Request):
         self.bodies.append(await request.json())
         self.headers.append(dict(request.headers))
+        if self.refuses in self.bodies[-1]:
+            return JSONResponse({"detail": f"Unexpected fields in the request: {{'{self.refuses}'}}"}, 422)
         if self.status is not None:
             return JSONResponse({"error": {"message": "the queue is full"}}, self.status)
         return StreamingResponse(self.frames(self.bodies[-1]), media_type="text/event-stream")

@@ -90,6 +90,16 @@ def test_a_foreign_server_is_measured_once(fake, tmp_path, capsys):
     assert json.loads((tmp_path / "peer.json").read_text()) == first
 
 
+def test_a_server_that_refuses_ignore_eos_is_asked_without_it(fake, tmp_path, monkeypatch, capsys):
+    """transformers' own server answers 422, and could not be compared. That its answers are shorter has to be said."""
+    fake.refuses = "ignore_eos"
+    monkeypatch.setattr(comparison, "contestants", lambda quick, peers: [Contestant("peer", FEW, url=fake.url)])
+    monkeypatch.setattr(comparison, "TRAFFIC", TINY)
+    for _ in range(2):  # the second time it is read from the file
+        comparison.compare(False, [], False, BOUNDS, tmp_path)
+        assert "| peer (without ignore_eos) | closed 2 at a time | 6 | " in (tmp_path / "compare.md").read_text()
+
+
 def test_it_goes_on_where_it_was_stopped(fake, tmp_path):
     """Ctrl-C in the fourth run lost the three before."""
     who, path = Contestant("peer", FEW, url=fake.url), tmp_path / "peer.json"
