@@ -47,6 +47,7 @@ class Answer:
         self.text = ""
         self.first_s: float | None = None  # by the clock of `time.perf_counter`, as is done_s
         self.done_s: float | None = None
+        self.finished_s: float | None = None  # when the last token was told; some servers send no [DONE] after it
         self.usage: tuple[int, int] | None = None  # tokens of the prompt, of the completion
 
     def feed(self, data: str, now: float) -> None:
@@ -65,6 +66,8 @@ class Answer:
                 if self.first_s is None and (content or delta.get("reasoning_content") or delta.get("reasoning")):
                     self.first_s = now
                 self.text += content
+                if choice.get("finish_reason") is not None:
+                    self.finished_s = now
             if frame.get("usage"):
                 self.usage = int(frame["usage"]["prompt_tokens"]), int(frame["usage"]["completion_tokens"])
         except (ValueError, TypeError, AttributeError, LookupError):
@@ -72,13 +75,14 @@ class Answer:
 
     def outcome(self, began: float) -> Outcome:
         """What the whole answer to a request sent at `began` was. Raises BadAnswerError if it isn't whole."""
-        if self.done_s is None:
+        done_s = self.done_s or self.finished_s
+        if done_s is None:
             raise BadAnswerError("the stream ended without [DONE]")
         if self.usage is None:
             raise BadAnswerError("no usage in the stream: the server ignores stream_options.include_usage")
         prompt_tokens, completion_tokens = self.usage
         ttft_s = None if self.first_s is None else self.first_s - began
-        return Outcome(self.done_s - began, ttft_s, prompt_tokens, completion_tokens, self.text)
+        return Outcome(done_s - began, ttft_s, prompt_tokens, completion_tokens, self.text)
 
 
 class ChatClient:

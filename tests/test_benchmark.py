@@ -170,6 +170,16 @@ def test_an_answer_that_is_not_whole_is_a_failure(fake, frames, reason):
     assert outcome.completion_tokens == 0
 
 
+def test_a_stream_that_ends_with_its_finish_reason_is_whole(fake):
+    """transformers' own server sends no [DONE]: every request to it was a failure."""
+    choice = {"index": 0, "delta": {}, "finish_reason": "length"}
+    last = {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 5}}
+    fake.script = lambda body: [frame("a"), f"data: {json.dumps(last)}\n\n"]
+    [outcome] = send(fake, one_request())
+    assert outcome.error is None
+    assert outcome.completion_tokens == 5
+
+
 def test_comments_and_frames_without_a_space_are_read(fake):
     """Servers send `: ping` in a long silence, and the space after `data:` is optional in the standard."""
     fake.script = lambda body: [": ping\n\n", frame("a").replace("data: ", "data:"), usage(3, 5), "data:[DONE]\n\n"]
