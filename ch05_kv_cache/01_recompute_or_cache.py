@@ -91,7 +91,7 @@ def milliseconds(step: Callable[[], object], repeats: int) -> float:
 def draw(without: dict[int, float], with_cache: dict[int, float]) -> None:
     FIGURE.parent.mkdir(exist_ok=True)
     figure, ax = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    ax.plot(list(without), list(without.values()), marker="o", color="#0072B2", label="recomputed, as in chapter 1")
+    ax.plot(list(without), list(without.values()), marker="o", color="#0072B2", label="recomputed, the same model")
     ax.plot(list(with_cache), list(with_cache.values()), marker="s", color="#D55E00", label="with a cache")
     ax.set(xlabel="tokens in the sequence", ylabel="time for the next token [ms]", xlim=(0, None), ylim=(0, None))
     ax.set_title("A cache takes the growth out of it")

@@ -42,18 +42,18 @@ CHAPTERS = (
     Chapter(
         "ch05_kv_cache",
         "our own model, with one seam; prefill and decode; a contiguous KV cache; static batches; whole conversations",
-        "a token costs the same after 64 others as after 1,000",
+        "a token costs almost the same after 64 others as after 1,000",
     ),
     Chapter(
         "ch09_async_scheduling",
         "an engine loop apart from the HTTP handlers; continuous batching; chunked prefill; a step trace",
-        "more than four times the tokens for sixteen clients, and the first one after a fourteenth of the time",
+        "more than four times the tokens for sixteen equal clients, the first one after a fourteenth of the time",
         {"MAX_NUM_SEQS": "16", "MAX_MODEL_LEN": "2048"},
     ),
     Chapter(
         "ch10_paged_cache",
         "blocks, block tables, prefix caching, copy on write, preemption; attention that reads blocks in place",
-        "four times the requests in the same memory",
+        "four times the requests running in the same 8,192 tokens of cache",
         {"MAX_NUM_SEQS": "32", "NUM_BLOCKS": "2048"},
     ),
     Chapter(
