@@ -192,11 +192,13 @@ def generate_batch(engine: BaseOfflineEngine, prompts: list[str], params: Sampli
 
 
 @contextmanager
-def one_line_on_interrupt() -> Iterator[None]:
+def one_line_on_interrupt(
+    line: str = "benchmark: stopped by Ctrl-C; nothing was saved, and no server is left.",
+) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("\nbenchmark: stopped by Ctrl-C; nothing was saved, and no server is left.", file=sys.stderr)
+        print(f"\n{line}", file=sys.stderr)
         raise SystemExit(130) from None
 
 

@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for label in names:
         if names.count(label) > 1 or label in taken:
             parser.error(f"--peer {label}=...: the name is taken")
-    with one_line_on_interrupt():
+    with one_line_on_interrupt("compare: stopped by Ctrl-C; finished runs are kept. Run it again to go on."):
         compare(args.quick, args.peer, args.again, Bounds(args.ttft, args.tpot))
 
 

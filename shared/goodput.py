@@ -100,7 +100,11 @@ def table(results: Sequence[Result], bounds: Bounds) -> str:
             f"| {result['name']} | {alone[0] if alone else '-'} | {best['output_tokens_per_s']:.1f} | "
             f"{best['concurrency']} | {shown_ms(best['ttft_ms'], 'p50')} / {shown_ms(best['ttft_ms'], 'p99')} ms | "
             f"{shown_ms(best['tpot_ms'], 'p50')} ms | "
-            + (f"{rate['rate']:g} | {goodput(rate, bounds):.2f} |" if rate else f"below {slowest:g} | - |")
+            + (
+                f"{rate['rate']:g} | {goodput(rate, bounds):.2f} |"
+                if rate
+                else ("- | - |" if slowest is None else f"below {slowest:g} | - |")
+            )
         )
     lines += [
         "",

@@ -200,3 +200,5 @@ def test_an_engine_that_sustains_no_rate_says_so(tmp_path: Path):
                "transformers": "5", "date": "2026-01-01T00:00:00"}  # fmt: skip
     result = {"name": "old", "settings": {}, "runs": [each | {"machine": machine} for each in (closed, run)]}
     assert "| below 0.5 | - |" in table([result], BOUNDS)
+    result["runs"].pop()  # stopped before the rates began: it was a traceback, and the table of all was lost
+    assert table([result], BOUNDS).count("| - | - |") == 1
