@@ -105,23 +105,25 @@ def compare(old: dict[str, Part], new: dict[str, Part]) -> tuple[list[list[str]]
             ours = [base for base in inherited if base in old]
             if inherited:
                 what = f"extends {listed(inherited)}" + ("" if ours else " of this chapter")
-        if part.name in old and not part.bases:
+        anew = part.name in old and what == "new"  # written again under the same name, and inherits nothing of ours
+        if anew:
             what = "as before" if same(old[part.name].text, part.text) else "changed"
-            if part.is_class:
-                before |= methods(old[part.name], old)
-            elif what == "changed":
-                changes.append(Change(part.name, part.name, old[part.name].text, part.text))
+            before = methods(old[part.name], old)
         replaced = [name for name in part.methods if name in before and not same(before[name][1], part.methods[name])]
         changes += [
             Change(f"{part.name}.{name}", ".".join((before[name][0], name)), before[name][1], part.methods[name])
             for name in replaced
         ]
         added = [name for name in part.methods if name not in before]
-        kept = len(before) - len(replaced)
+        gone = [name for name in before if name not in part.methods] if anew else []
+        kept = len(before) - len(replaced) - len(gone)
+        if what == "changed" and not (replaced or added or gone):  # a function, or the fields of a class
+            changes.append(Change(part.name, part.name, old[part.name].text, part.text))
         details = [what]
         if before:
             details += [f"replaces {listed(replaced)}"] if replaced else []
             details += [f"adds {listed(added)}"] if added else []
+            details += [f"drops {listed(gone)}"] if gone else []
             details += [f"keeps {kept} method{'s' if kept > 1 else ''}"] if kept else []
         file = Path(part.file).name
         rows.append([f"`{part.name}`", f"[{file}]({file})", part.summary.replace("|", "\\|"), "; ".join(details)])

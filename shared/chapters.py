@@ -60,7 +60,7 @@ CHAPTERS = (
         "ch11_quant_tp",
         "weights of 8 and 4 bits and the kernel for them; an 8-bit cache; several ranks",
         "the full engine",
-        {"MAX_NUM_SEQS": "32", "NUM_BLOCKS": "2048", "QUANT": "int8"},
+        {"MAX_NUM_SEQS": "32", "NUM_BLOCKS": "2048", "QUANT": "int8", "DTYPE": "float32"},
     ),
 )
 
@@ -72,9 +72,11 @@ def table() -> str:
 
 
 def with_table(readme: str) -> str:
-    """README.md with the table between its two marks."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    """README.md with the table between its two marks. Raises ValueError if one of them is missing."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no {END if begin else BEGIN}")
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
 
 

@@ -8,8 +8,10 @@ the comparison goes on where it was.
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -17,17 +19,21 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from shared import machine
 from shared import workload as traffic
 from shared.benchmark import one_line_on_interrupt, peak_memory
 from shared.chapters import CHAPTERS, ROOT
-from shared.config import FIRST_CHAPTER
+from shared.config import FIRST_CHAPTER, EngineConfig
 from shared.errors import SetupError
 from shared.goodput import Bounds, attained, one_row, overloaded, table
 from shared.load_client import ChatClient, run_workload
 from shared.options import Parser, base_url, positive
-from shared.report import RESULTS, Result, run_name, summarise
+from shared.report import BUSY, RESULTS, Result, run_name, save, summarise
 from shared.server_process import running_server
 from shared.workload import Workload, WorkloadConfig
+
+# What the reader may set for all chapters, beside what a chapter's `compare` sets for itself.
+FOR_ALL = (*(name.upper() for name in EngineConfig.model_fields), "NATIVE")
 
 
 @dataclass(frozen=True)
@@ -80,98 +86,141 @@ def contestants(quick: bool, peers: Sequence[tuple[str, str]]) -> list[Contestan
 
 
 def workloads(who: Contestant, config: WorkloadConfig) -> list[Workload]:
-    """Closed loops, then rising rates. Each has a seed of its own: a prefix cache knows nothing of the one before."""
+    """Closed loops, then rising rates. Each has a seed of its own: a prefix cache knows nothing of the one before.
+
+    The same concurrency or rate is the same traffic to all, as far as a reduced load goes.
+    """
     loads, turns = who.loads, 1 - config.multi_turn + config.multi_turn * sum(traffic.TURNS) / 2
     config = replace(config, requests=loads.requests)
     closed = [traffic.closed_mix(replace(config, seed=c), c) for c in loads.concurrency]
     rising = [
         traffic.realistic(
-            replace(config, rate=rate, requests=max(loads.requests, round(rate * loads.seconds * turns)), seed=100 + i)
+            replace(
+                config,
+                rate=rate,
+                requests=max(loads.requests, round(rate * loads.seconds * turns)),
+                seed=1000 + round(100 * rate),
+            )
         )
-        for i, rate in enumerate(loads.rates)
+        for rate in loads.rates
     ]
     return closed + rising
 
 
-def measure(who: Contestant, config: WorkloadConfig, bounds: Bounds, path: Path) -> None:
-    """Make the runs that `path` lacks, and write it after each. Raises SetupError if the server can't be measured."""
-    identity: Result = {"name": who.label, "settings": dict(who.settings), "url": who.url, "traffic": asdict(config)}
-    result = read(path, identity) or {**identity, "runs": []}
-    wanted = {(name(load), load.requests): load for load in workloads(who, config)}
-    result["runs"] = [run for run in result["runs"] if (run["load_name"], run["requests"]) in wanted]
-    done = {run["load_name"] for run in result["runs"]}
-    todo = [load for load in wanted.values() if name(load) not in done]
-    if not todo or (overloaded(result, bounds) and all(load.rate for load in todo)):
-        return
-    environment = {k: v for k, v in os.environ.items() if k not in FIRST_CHAPTER} | dict(who.settings)
-    with served(who, environment) as (url, pid):
-        asyncio.run(run_all(who, url, pid, todo, config, bounds, result, path))
+class Measurement:
+    """The runs of one contestant: those that `path` has already, and those that are still to be made.
+
+    Kept runs count only if they were made with the same traffic, settings, machine, versions and engine code. What
+    `shared/` does to a figure isn't looked at: measure with `--again` after a change there.
+    """
+
+    def __init__(self, who: Contestant, config: WorkloadConfig, bounds: Bounds, path: Path) -> None:
+        self.who, self.config, self.bounds, self.path = who, config, bounds, path
+        self.loads = {(run_name(load.names()), load.requests): load for load in workloads(who, config)}
+        described = machine.describe(EngineConfig().torch_device())
+        settings = {name: os.environ[name] for name in FOR_ALL if os.environ.get(name)} if who.folder else {}
+        same: Result = {
+            "name": who.label,
+            "settings": settings | dict(who.settings),
+            "url": who.url,
+            "code": engine_code(who.folder) if who.folder else "",
+            "traffic": asdict(config),
+            "machine": {key: value for key, value in described.items() if key != "date"},
+        }
+        self.result: Result = {**json.loads(json.dumps(same)), "model": "", "shorter": False, "runs": []}
+        kept = self._kept()
+        if kept is not None:
+            self.result = kept
+
+    def _kept(self) -> Result | None:
+        """What the file has of what is asked for now, or None."""
+        try:
+            kept = json.loads(self.path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            kept = None
+        if not isinstance(kept, dict) or kept.keys() != self.result.keys():
+            print(f"{self.who.name}: {self.path} can't be read or is of another version; it is measured anew")
+            return None
+        others = [key for key in kept if key not in ("model", "shorter", "runs") and kept[key] != self.result[key]]
+        if others:
+            print(f"{self.who.name}: measured before with other {', '.join(others)}; it is measured anew")
+            return None
+        return kept | {"runs": [run for run in kept["runs"] if (run["load_name"], run["requests"]) in self.loads]}
+
+    def todo(self) -> list[Workload]:
+        """The loads that lack a run. A higher rate than one that was too much would only make a longer queue."""
+        done, over = {run["load_name"] for run in self.result["runs"]}, overloaded(self.result, self.bounds)
+        return [load for (name, _), load in self.loads.items() if name not in done and not (over and load.rate)]
+
+    def run(self) -> None:
+        """Make the runs that are lacking, and keep each as soon as it is finished.
+
+        Raises SetupError if the server can't be measured; the runs before that stay.
+        """
+        if self.todo():
+            with served(self.who) as (url, pid):
+                asyncio.run(self._run(url, pid))
+
+    async def _run(self, url: str, pid: int | None) -> None:
+        api_key = os.environ.get("API_KEY", "") if self.who.folder else ""
+        async with ChatClient(url, api_key=api_key) as client:
+            client.model = await client.find_model()
+            if self.result["runs"] and client.model != self.result["model"]:
+                print(f"{self.who.name}: measured before with {self.result['model']}, it serves {client.model} now")
+                self.result |= {"runs": [], "shorter": False}
+            self.result["model"] = client.model
+            await warm_up(client, self.config)
+            while todo := self.todo():
+                await self._add(client, todo[0], pid)
+
+    async def _add(self, client: ChatClient, load: Workload, pid: int | None) -> None:
+        name = run_name(load.names())
+        bar = tqdm(total=load.requests, desc=f"{self.who.name}, {name}", unit="request", leave=False, disable=None)
+        with bar, peak_memory(pid) as memory:
+            outcomes, seconds = await run_workload(client, load, on_done=bar.update)
+        run = summarise(load.names(), outcomes, seconds, memory())
+        reasons = "; ".join(f"{count} failed: {reason}" for reason, count in run["failures"].items())
+        if run["failed"] == run["requests"]:
+            raise SetupError(f"{name}: no request was answered. {reasons}")
+        wanted = sum(turn.max_tokens for conversation in load.conversations for turn in conversation.turns)
+        self.result["shorter"] |= not run["failed"] and run["output_tokens"] < wanted
+        self.result["runs"].append(run | {"load_name": name, "date": machine.describe()["date"]})
+        save(self.result, self.path)
+        print(one_row(self.who.name, self.result["runs"][-1], self.bounds), *([reasons] if reasons else []), sep="\n")
 
 
 @contextmanager
-def served(who: Contestant, environment: Mapping[str, str]) -> Iterator[tuple[str, int | None]]:
+def served(who: Contestant) -> Iterator[tuple[str, int | None]]:
+    """Where the contestant answers, and the process that does, if it is ours."""
     if who.folder is None:
         yield who.url, None
         return
+    environment = {k: v for k, v in os.environ.items() if k not in FIRST_CHAPTER} | dict(who.settings)
     with running_server(who.folder, environment=environment) as server:
         yield server.base_url, server.pid
-
-
-async def run_all(
-    who: Contestant,
-    url: str,
-    pid: int | None,
-    todo: Sequence[Workload],
-    config: WorkloadConfig,
-    bounds: Bounds,
-    result: Result,
-    path: Path,
-) -> None:
-    from shared import machine  # torch, which takes seconds to import
-
-    api_key = os.environ.get("API_KEY", "") if who.folder else ""
-    async with ChatClient(url, api_key=api_key) as client:
-        client.model = result["model"] = await client.find_model()
-        await warm_up(client, config)
-        result["remark"] = "" if client.ignore_eos else " (without ignore_eos)"
-        for load in todo:
-            if load.rate and overloaded(result, bounds):
-                break  # a higher rate only makes a longer queue
-            title = f"{who.name}, {name(load)}"
-            bar = tqdm(total=load.requests, desc=title, unit="request", leave=False, disable=None)
-            with bar, peak_memory(pid) as memory:
-                outcomes, seconds = await run_workload(client, load, on_done=bar.update)
-            run = summarise(load.names(), outcomes, seconds, memory()) | {"load_name": name(load)}
-            run["machine"] = machine.describe()
-            result["runs"].append(run)
-            path.write_text(json.dumps(result, indent=1) + "\n")
-            print(one_row(who.name, run, bounds), flush=True)
 
 
 async def warm_up(client: ChatClient, config: WorkloadConfig) -> None:
     """Raises SetupError if no request is answered. A server that refuses `ignore_eos` is asked without it."""
     outcomes, _ = await run_workload(client, traffic.warm_up(config, 2))
-    error = outcomes[0].error or ""
-    if client.ignore_eos and "ignore_eos" in error:
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    if client.ignore_eos and any("ignore_eos" in error for error in errors):
         print(f"{client.base_url} refuses ignore_eos: it ends its answers where it likes, so that they are shorter.")
         client.ignore_eos = False
         await warm_up(client, config)
-    elif all(outcome.error for outcome in outcomes):
-        raise SetupError(f"the warm-up failed: {error}")
+    elif len(errors) == len(outcomes):
+        raise SetupError(f"the warm-up failed: {errors[0]}")
 
 
-def read(path: Path, identity: Result) -> Result | None:
-    """What was measured before, if it was the same that is asked for now."""
-    try:
-        result = json.loads(path.read_text())
-        same = all(result[key] == json.loads(json.dumps(value)) for key, value in identity.items())
-    except (OSError, ValueError, LookupError):
-        return None
-    return result if same else None
-
-
-def name(load: Workload) -> str:
-    return run_name(load.names())
+def engine_code(folder: Path) -> str:
+    """A hash of the engines of the chapter in `folder` and of those before it, which it may import."""
+    digest = hashlib.sha256()
+    for chapter in sorted(path for path in folder.parent.glob("ch[0-9][0-9]_*") if path.name <= folder.name):
+        for file in sorted([*chapter.glob("0[45]_*.py"), *chapter.glob("[a-z]*.py"), *chapter.glob("*.cpp")]):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -179,8 +228,10 @@ def name(load: Workload) -> str:
 
 def peer(text: str) -> tuple[str, str]:
     label, equals, url = text.partition("=")
-    if not equals or not label or "/" in label:
-        raise argparse.ArgumentTypeError(f"{text} must be NAME=URL, such as vllm=http://127.0.0.1:8000/v1")
+    if not equals or not re.fullmatch(r"\w[\w.-]*", label):
+        raise argparse.ArgumentTypeError(
+            f"{text} must be NAME=URL, such as vllm=http://127.0.0.1:8000/v1; a name has letters, digits, '.', '_', '-'"
+        )
     return label, base_url(url)
 
 
@@ -211,24 +262,33 @@ def compare(
 
     stem = "compare-quick" if quick else "compare"
     folder = results / stem
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(f"{folder}: {error.strerror}") from None
+    busy = machine.busy_share()
+    if busy > BUSY:
+        print(f"warning: other programs take {busy:.0%} of the processor: figures will be low, and not comparable")
+    if again and peers:
+        print("A peer's prefix cache may know this traffic from the last time: start it anew before --again.")
     config = QUICK_TRAFFIC if quick else TRAFFIC
     measured, failures = [], []
     for who in contestants(quick, peers):
         path = folder / f"{who.name}.json"
         if again:
             path.unlink(missing_ok=True)
+        measurement = Measurement(who, config, bounds, path)
         try:
-            measure(who, config, bounds, path)
+            measurement.run()
         except SetupError as error:
             failures.append(f"{who.name}: {error}")
-        result = json.loads(path.read_text()) if path.is_file() else None
-        if result and any(run["each"] for run in result["runs"]):
-            measured.append(result | {"name": result["name"] + result["remark"]})
+        result = measurement.result
+        if result["runs"]:
+            measured.append(result | {"name": result["name"] + " (shorter answers)" * result["shorter"]})
     if measured:
         within = f"TTFT {bounds.ttft_ms / 1000:g} s and TPOT {bounds.tpot_ms:g} ms"
-        machine = measured[-1]["runs"][-1]["machine"]
-        title = f"{measured[0]['model']} on {machine['processor']}, {machine['cores']} cores, {machine['date'][:10]}"
+        here, date = measured[0]["machine"], measured[-1]["runs"][-1]["date"][:10]
+        title = f"{measured[0]['model']} on {here.get('gpu', here['processor'])}, {here['cores']} cores, {date}"
         draw_comparison(measured, lambda run: attained(run, bounds), within, title, folder.with_suffix(".png"))
         text = table(measured, bounds)
         folder.with_suffix(".md").write_text(text)

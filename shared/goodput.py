@@ -74,13 +74,15 @@ def shown_ms(values: Mapping[str, float] | None, quantile: str) -> str:
 
 
 def table(results: Sequence[Result], bounds: Bounds) -> str:
-    """Markdown: the machine, a row an engine, and all runs."""
-    machine = results[-1]["runs"][-1]["machine"]
-    dates = sorted(run["machine"]["date"][:10] for result in results for run in result["runs"])
+    """Markdown: model, machine and dates, a row an engine, all runs, and the settings."""
+    machine = results[-1]["machine"]
+    dates = sorted(run["date"][:10] for result in results for run in result["runs"])
+    models = ", ".join(dict.fromkeys(result["model"] for result in results))
+    gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
     lines = [
-        f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, {machine['platform']}; "
-        f"Python {machine['python']}, torch {machine['torch']}, transformers {machine['transformers']}; "
-        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+        f"{models}; {gpu}{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, "
+        f"{machine['platform']}; Python {machine['python']}, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
         "",
         f"A rate is sustained if {SUSTAINED:.0%} of its requests have their first token within "
         f"{bounds.ttft_ms / 1000:g} s and a TPOT of at most {bounds.tpot_ms:g} ms; goodput counts those requests only.",
@@ -88,41 +90,51 @@ def table(results: Sequence[Result], bounds: Bounds) -> str:
         "| engine | tokens/s, 1 client | most tokens/s | with clients | TTFT there, p50 / p99 | TPOT there, p50 | "
         "sustained rate, conversations/s | goodput at it, requests/s |",
         "|---|---|---|---|---|---|---|---|",
-    ]
-    for result in results:
-        closed = [run for run in result["runs"] if run["load"] == "closed" and run["ttft_ms"]]
-        if not closed:
-            continue
-        best, rate = max(closed, key=lambda run: run["output_tokens_per_s"]), sustained(result, bounds)
-        alone = [f"{run['output_tokens_per_s']:.1f}" for run in closed if run["concurrency"] == 1]
-        slowest = rising(result)[0]["rate"] if rising(result) else None
-        lines.append(
-            f"| {result['name']} | {alone[0] if alone else '-'} | {best['output_tokens_per_s']:.1f} | "
-            f"{best['concurrency']} | {shown_ms(best['ttft_ms'], 'p50')} / {shown_ms(best['ttft_ms'], 'p99')} ms | "
-            f"{shown_ms(best['tpot_ms'], 'p50')} ms | "
-            + (
-                f"{rate['rate']:g} | {goodput(rate, bounds):.2f} |"
-                if rate
-                else ("- | - |" if slowest is None else f"below {slowest:g} | - |")
-            )
-        )
-    lines += [
+        *(one_engine(result, bounds) for result in results),
         "",
         "| engine | load | requests | tokens/s | TTFT, p50 / p99 | TPOT, p50 / p99 | within bounds | peak memory |",
         "|---|---|---|---|---|---|---|---|",
+        *(one_run(result["name"], run, bounds) for result in results for run in result["runs"]),
     ]
-    for result in results:
-        for run in result["runs"]:
-            memory = run["peak_memory_bytes"]
-            failed = f" ({run['failed']} failed)" if run["failed"] else ""
-            lines.append(
-                f"| {result['name']} | {run['load_name']} | {run['requests']}{failed} | "
-                f"{run['output_tokens_per_s']:.1f} | "
-                f"{shown_ms(run['ttft_ms'], 'p50')} / {shown_ms(run['ttft_ms'], 'p99')} ms | "
-                f"{shown_ms(run['tpot_ms'], 'p50')} / {shown_ms(run['tpot_ms'], 'p99')} ms | "
-                f"{attained(run, bounds):.0%} | {'-' if memory is None else f'{memory / 1e6:,.0f} MB'} |"
-            )
     settings = [
         f"{r['name']}: {' '.join(f'{k}={v}' for k, v in r['settings'].items())}" for r in results if r["settings"]
     ]
-    return "\n".join([*lines, "", *(["Settings. " + "; ".join(settings) + "."] if settings else [])]).rstrip() + "\n"
+    lines += ["", f"Settings. {'; '.join(settings)}."] if settings else []
+    return "\n".join(lines) + "\n"
+
+
+def one_engine(result: Result, bounds: Bounds) -> str:
+    """A row of the first table: an engine alone, at its best, and as far as it sustains a rate."""
+    closed = [run for run in result["runs"] if run["load"] == "closed"]
+    alone = [f"{run['output_tokens_per_s']:.1f}" for run in closed if run["concurrency"] == 1]
+    cells = [result["name"], *(alone or ["-"]), "-", "-", "-", "-"]
+    if closed:
+        best = max(closed, key=lambda run: run["output_tokens_per_s"])
+        ttft = f"{shown_ms(best['ttft_ms'], 'p50')} / {shown_ms(best['ttft_ms'], 'p99')} ms"
+        tpot = f"{shown_ms(best['tpot_ms'], 'p50')} ms"
+        cells[2:] = [f"{best['output_tokens_per_s']:.1f}", str(best["concurrency"]), ttft, tpot]
+    rates, highest = rising(result), sustained(result, bounds)
+    if not rates:
+        cells += ["-", "-"]
+    elif highest is None:
+        cells += [f"below {rates[0]['rate']:g}", "-"]
+    else:
+        more = ", the highest tried" if highest is rates[-1] else ""
+        cells += [f"{highest['rate']:g}{more}", f"{goodput(highest, bounds):.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def one_run(name: str, run: Run, bounds: Bounds) -> str:
+    """A row of the second table."""
+    memory = run["peak_memory_bytes"]
+    times = (f"{shown_ms(run[key], 'p50')} / {shown_ms(run[key], 'p99')} ms" for key in ("ttft_ms", "tpot_ms"))
+    cells = (
+        name,
+        run["load_name"],
+        f"{run['requests']}" + (f" ({run['failed']} failed)" if run["failed"] else ""),
+        f"{run['output_tokens_per_s']:.1f}",
+        *times,
+        f"{attained(run, bounds):.0%}",
+        "-" if memory is None else f"{memory / 1e6:,.0f} MB",
+    )
+    return f"| {' | '.join(cells)} |"

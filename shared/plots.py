@@ -53,9 +53,10 @@ def draw_load(results: list[dict[str, Any]], path: Path) -> None:
 
 def draw_panels(results: Sequence[dict[str, Any]], rows: Sequence[tuple[Panel, Panel]], title: str, path: Path) -> None:
     """Rows of two panels, and below them a legend of all results, which have the same look in each."""
+    n = len(COLOURS)
     styled: Styled = [
-        (result, {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)], "markersize": 5})
-        for k, result in enumerate(results)
+        (result, {"color": COLOURS[k % n], "marker": MARKERS[(k + k // n) % n], "markersize": 5})
+        for k, result in enumerate(results)  # beyond n, each colour comes again with the next marker
     ]
     figure, axes = plt.subplots(len(rows), 2, figsize=(10, 3.8 * len(rows) + 0.6), squeeze=False, layout="constrained")
     for panels, pair in zip(rows, axes, strict=True):
@@ -77,7 +78,7 @@ def draw_comparison(
 
     def draw_share(ax: Axes, styled: Styled) -> None:
         for result, style in styled:
-            runs = [run for run in result["runs"] if "rate" in run]
+            runs = runs_of(result, "realistic", "rate")
             ax.plot([run["rate"] for run in runs], [100 * share(run) for run in runs], **style)
         ax.set(title=f"Realistic traffic: within {within}", xlabel="conversations that begin a second")
         ax.set(ylabel="% of requests", ylim=(-3, 103))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shared.errors import SetupError
 from shared.load_client import Outcome
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -168,8 +169,13 @@ def remarks(result: Result) -> list[str]:
 
 
 def save(result: Result, path: Path) -> None:
-    """Write `result` as JSON, each request's times included. The folder is there already."""
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    """Write `result` as JSON, each request's times included, whole or not at all. Raises SetupError if it can't."""
+    written = path.with_suffix(".tmp")
+    try:
+        written.write_text(json.dumps(result, indent=1) + "\n")
+        written.replace(path)
+    except OSError as error:
+        raise SetupError(f"{path} can't be written: {error.strerror}") from None
 
 
 def one_line(result: Result) -> str:

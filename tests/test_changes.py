@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from shared.changes import compare, engine_changes, engine_of, page, parts, parts_of, same
-from shared.chapters import CHAPTERS, ROOT, with_table
+from shared.chapters import BEGIN, CHAPTERS, ROOT, with_table
 
 OLD = '''
 class Cache:
@@ -46,6 +46,21 @@ def test_what_is_replaced_added_and_kept_by_hand():
     ]
     assert [change.name for change in changes] == ["Cache.read", "NewEngine.step", "helper"]
     assert changes[0].diff().splitlines() == ["-def read(self): return 1", "+def read(self): return 2"]
+
+
+def test_a_class_that_is_written_again():
+    """Of what it left out, it kept nothing; fields alone, or a base from elsewhere, were told as new or not at all."""
+    old = chapter("class A:\n    x: int\nclass B:\n    def f(self): ...\n    def g(self): ...\nclass C(Module): ...")
+    new = chapter("class A:\n    y: int\nclass B:\n    def f(self): ...\nclass C(Module): ...")
+    rows, changes = compare(old, new)
+    assert [row[-1] for row in rows] == ["changed", "changed; drops `g`; keeps 1 method", "as before"]
+    assert [change.diff().splitlines()[-2:] for change in changes] == [["-    x: int", "+    y: int"]]
+
+
+def test_a_readme_without_the_marks_is_left_alone():
+    """All that came after the first mark was lost."""
+    with pytest.raises(ValueError, match="end of chapters"):
+        with_table(f"# Title\n{BEGIN}\nmore")
 
 
 def test_comments_and_docstrings_are_no_change():

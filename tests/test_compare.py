@@ -8,10 +8,24 @@ import pytest
 
 from shared import compare as comparison
 from shared.chapters import CHAPTERS, ROOT
-from shared.compare import QUICK_TRAFFIC, Contestant, Loads, contestants, main, measure, workloads
+from shared.compare import (
+    LOADS,
+    QUICK_TRAFFIC,
+    REDUCED,
+    TRAFFIC,
+    Contestant,
+    Loads,
+    Measurement,
+    contestants,
+    main,
+    workloads,
+)
+from shared.errors import SetupError
 from shared.goodput import Bounds, attained, goodput, sustained, table
 from shared.load_client import Outcome
-from shared.report import summarise
+from shared.report import save, summarise
+from shared.workload import WorkloadConfig, closed_mix
+from tests.fake_server import DONE, frame, usage
 from tests.serving import free_port
 
 BOUNDS = Bounds(1000, 200)
@@ -19,9 +33,19 @@ FEW = Loads((1, 2), (20.0, 40.0), 3, 0.1)
 TINY = replace(QUICK_TRAFFIC, prompt_tokens=2, output_tokens=4, system_tokens=1, multi_turn=0.0)
 
 
+def measure(who: Contestant, config: WorkloadConfig, bounds: Bounds, path: Path) -> list[dict]:
+    """Make the runs that `path` lacks; all runs."""
+    measurement = Measurement(who, config, bounds, path)
+    measurement.run()
+    return measurement.result["runs"]
+
+
 def run_at(rate: float, *outcomes: Outcome) -> dict:
     load = {"load": "realistic", "rate": rate}
-    return summarise(load, outcomes, seconds=2.0) | {"load_name": f"realistic {rate:g}/s"}
+    return summarise(load, outcomes, seconds=2.0) | {
+        "load_name": f"realistic {rate:g}/s",
+        "date": "2026-01-01T00:00:00",
+    }
 
 
 GOOD = Outcome(e2e_s=2.9, ttft_s=0.9, completion_tokens=11)  # 200 ms a token
@@ -90,14 +114,118 @@ def test_a_foreign_server_is_measured_once(fake, tmp_path, capsys):
     assert json.loads((tmp_path / "peer.json").read_text()) == first
 
 
-def test_a_server_that_refuses_ignore_eos_is_asked_without_it(fake, tmp_path, monkeypatch, capsys):
+def answers_at_most(tokens: int):
+    return lambda body: [frame("a"), frame("b"), usage(3, min(tokens, body["max_tokens"])), DONE]
+
+
+@pytest.mark.parametrize("refuses", ["ignore_eos", ""], ids=["refuses", "ignores it silently"])
+def test_a_server_without_ignore_eos_is_measured_and_marked(refuses, fake, tmp_path, monkeypatch, capsys):
     """transformers' own server answers 422, and could not be compared. That its answers are shorter has to be said."""
-    fake.refuses = "ignore_eos"
+    fake.refuses, fake.script = refuses, answers_at_most(2)
     monkeypatch.setattr(comparison, "contestants", lambda quick, peers: [Contestant("peer", FEW, url=fake.url)])
     monkeypatch.setattr(comparison, "TRAFFIC", TINY)
     for _ in range(2):  # the second time it is read from the file
         comparison.compare(False, [], False, BOUNDS, tmp_path)
-        assert "| peer (without ignore_eos) | closed 2 at a time | 6 | " in (tmp_path / "compare.md").read_text()
+        assert "| peer (shorter answers) | closed 2 at a time | 6 | " in (tmp_path / "compare.md").read_text()
+    assert ("refuses ignore_eos" in capsys.readouterr().out) == bool(refuses)
+
+
+def fails_after(fake, answered: int) -> None:
+    """The fake server answers so many requests, and then none."""
+    whole = fake.script
+    out_of_memory = [frame("a"), frame(error={"message": "out of memory"})]
+    fake.script = lambda body: whole(body) if len(fake.bodies) <= answered else out_of_memory
+
+
+def test_a_run_without_an_answer_is_no_run(fake, tmp_path):
+    """It counted as finished: the cause was never told, and nothing was tried again."""
+    path = tmp_path / "peer.json"
+    fails_after(fake, 2)  # the warm-up
+    with pytest.raises(SetupError, match=r"closed 1 at a time: no request was answered. 3 failed: .*out of memory"):
+        measure(Contestant("peer", FEW, url=fake.url), TINY, BOUNDS, path)
+    assert not path.exists()
+
+
+def test_what_was_measured_before_a_server_failed_is_in_the_table(fake, tmp_path, monkeypatch, capsys):
+    """And why some requests of a run failed is told with it."""
+    monkeypatch.setattr(comparison, "contestants", lambda quick, peers: [Contestant("peer", FEW, url=fake.url)])
+    monkeypatch.setattr(comparison, "TRAFFIC", TINY)
+    fails_after(fake, 4)
+    with pytest.raises(SystemExit, match="peer: closed 2 at a time: no request was answered"):
+        comparison.compare(False, [], False, BOUNDS, tmp_path)
+    assert "| peer | closed 1 at a time | 3 (1 failed) | " in (tmp_path / "compare.md").read_text()
+    assert "1 failed: error frame: out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "null", '{"name": "peer", "runs": []}'])
+def test_a_file_that_makes_no_sense_is_measured_anew(content, fake, tmp_path, capsys):
+    """A run stopped while it was written, or a file of an older version, was a traceback."""
+    path = tmp_path / "peer.json"
+    path.write_text(content)
+    assert len(measure(Contestant("peer", FEW, url=fake.url), TINY, BOUNDS, path)) == 4
+    assert f"{path} can't be read" in capsys.readouterr().out
+
+
+def test_a_result_that_cannot_be_written_is_one_line(fake, tmp_path):
+    with pytest.raises(SetupError, match=r"peer\.json can't be written: No such file or directory"):
+        measure(Contestant("peer", FEW, url=fake.url), TINY, BOUNDS, tmp_path / "gone" / "peer.json")
+
+
+def test_another_model_behind_the_same_address_is_measured_anew(fake, tmp_path, capsys):
+    path = tmp_path / "peer.json"
+    who = Contestant("peer", FEW, url=fake.url)
+    measure(who, TINY, BOUNDS, path)
+    result = json.loads(path.read_text())
+    save(result | {"model": "older", "runs": result["runs"][:1]}, path)
+    sent = len(fake.bodies)
+    assert len(measure(who, TINY, BOUNDS, path)) == 4
+    assert len(fake.bodies) == 2 * sent
+    assert "measured before with older, it serves fake now" in capsys.readouterr().out
+
+
+def test_settings_machine_and_code_of_a_kept_run_must_be_the_same(tmp_path, monkeypatch, capsys):
+    """A reader who had improved an engine, or taken another model, saw the figures of before."""
+    folder, path = tmp_path / "ch01_mine", tmp_path / "mine.json"
+    folder.mkdir()
+    who = Contestant("mine", Loads((1,), (), 3, 0), folder=folder)
+    old = Measurement(who, TINY, BOUNDS, path).result
+    old["runs"].append(run_at(1.0, GOOD) | {"load_name": "closed 1 at a time", "requests": 3})
+    save(old, path)
+
+    def kept() -> int:
+        return len(Measurement(who, TINY, BOUNDS, path).result["runs"])
+
+    assert kept() == 1
+    monkeypatch.setenv("DTYPE", "float16")
+    assert kept() == 0
+    monkeypatch.delenv("DTYPE")
+    monkeypatch.setattr(comparison.machine, "processor_name", lambda: "another")
+    assert kept() == 0
+    monkeypatch.undo()
+    (folder / "04_engine.py").write_text("faster = True\n")
+    assert kept() == 0
+    told = capsys.readouterr().out
+    assert all(f"measured before with other {what};" in told for what in ("settings", "machine", "code"))
+
+
+def test_equal_loads_are_equal_traffic_in_a_reduced_comparison():
+    """A reduced chapter's second rate was a full chapter's first, with other prompts."""
+    full = {(load.load, load.concurrency, load.rate): load for load in workloads(Contestant("x", LOADS), TRAFFIC)}
+    for reduced in REDUCED.values():
+        for load in workloads(Contestant("y", reduced), TRAFFIC):
+            other = full.get((load.load, load.concurrency, load.rate))
+            if other is not None:
+                count = min(len(load.conversations), len(other.conversations)) - 1  # the last may be cut short
+                assert load.conversations[:count] == other.conversations[:count]
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_a_closed_mix_keeps_all_its_clients_busy(concurrency):
+    """Users who never think, and all there from the first moment."""
+    load = closed_mix(replace(TRAFFIC, requests=4), concurrency)
+    assert load.requests == max(4, 3 * concurrency)
+    assert len(load.conversations) >= concurrency
+    assert all(each.arrival_s == 0 and all(turn.think_s == 0 for turn in each.turns) for each in load.conversations)
 
 
 def test_it_goes_on_where_it_was_stopped(fake, tmp_path):
@@ -106,7 +234,7 @@ def test_it_goes_on_where_it_was_stopped(fake, tmp_path):
     measure(who, TINY, BOUNDS, path)
     result = json.loads(path.read_text())
     kept, result["runs"] = result["runs"], result["runs"][:3]
-    path.write_text(json.dumps(result))
+    save(result, path)
     measure(who, TINY, BOUNDS, path)
     again = json.loads(path.read_text())["runs"]
     assert again[:3] == kept[:3]
@@ -158,7 +286,7 @@ def test_chapters_and_a_peer_side_by_side(fake, tmp_path, monkeypatch, capsys, t
     assert written in capsys.readouterr().out
     for line in ("ch09 | closed 2 at a time", "ch10 (reduced load) | realistic 30/s", "other | closed 2 at a time"):
         assert f"| {line} " in written
-    assert "ch09: MAX_NUM_SEQS=4; ch10 (reduced load): NUM_BLOCKS=64." in written
+    assert f"ch09: MODEL={tiny_checkpoint} MAX_NUM_SEQS=4; ch10 (reduced load): MODEL={tiny_checkpoint} NUM_" in written
     assert "failed" not in written
     assert (tmp_path / "compare-quick.png").read_bytes().startswith(b"\x89PNG")
 
@@ -182,6 +310,8 @@ def test_a_server_that_is_not_there_is_told_and_the_others_stand(fake, tmp_path,
         ["--peer", "x"],
         ["--peer", "=http://x"],
         ["--peer", "a=x"],
+        ["--peer", "../a=http://x"],
+        ["--peer", "a|b=http://x"],
         ["--peer", "ch05=http://x"],
         ["--peer", "a=http://x", "--peer", "a=http://y"],
         ["--ttft", "0"],
@@ -195,10 +325,15 @@ def test_a_wrong_option_is_one_line_and_status_2(argv, capsys):
 
 def test_an_engine_that_sustains_no_rate_says_so(tmp_path: Path):
     run = run_at(0.5, LATE)
-    closed = summarise({"load": "closed", "concurrency": 1}, [GOOD], 1.0) | {"load_name": "closed 1 at a time"}
+    closed = summarise({"load": "closed", "concurrency": 1}, [GOOD], 1.0) | {
+        "load_name": "closed 1 at a time",
+        "date": "2026",
+    }
     machine = {"processor": "x", "cores": 2, "threads": 2, "platform": "x", "python": "3", "torch": "2",
-               "transformers": "5", "date": "2026-01-01T00:00:00"}  # fmt: skip
-    result = {"name": "old", "settings": {}, "runs": [each | {"machine": machine} for each in (closed, run)]}
+               "transformers": "5"}  # fmt: skip
+    result = {"name": "old", "model": "m", "settings": {}, "machine": machine, "runs": [closed, run]}
     assert "| below 0.5 | - |" in table([result], BOUNDS)
+    result["runs"][1] = run_at(0.5, GOOD)
+    assert "| 0.5, the highest tried | 0.50 |" in table([result], BOUNDS)
     result["runs"].pop()  # stopped before the rates began: it was a traceback, and the table of all was lost
     assert table([result], BOUNDS).count("| - | - |") == 1
