@@ -22,6 +22,7 @@ Linear layers, found by name in `named_modules()`; a later chapter replaces them
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,11 @@ from shared.kernels import FEW_ROWS, linear, rms_norm, rotate_, silu_mul
 from shared.machine import in_own_thread
 from shared.rope import ROPE_SETTINGS, rope_frequencies
 from shared.weights import Take, load_weights, whole
+
+# oneDNN compiles a kernel for each number of rows that it meets, and it and torch's layer above it each keep the last
+# 1,024: with prompts of all lengths some 700 MB, which look like a leak. Both read this when they are first used.
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, "64")
 
 # (layer, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H, D]; k and v are those of the T new tokens alone
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
