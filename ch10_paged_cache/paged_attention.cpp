@@ -1,9 +1,12 @@
 // Attention over a cache in blocks, read where it lies: no copy of a sequence's context is ever made.
 //
-// A task is one KV head of one sequence for a few of its new tokens; tasks are spread over the threads. A task goes
-// through the keys in tiles and keeps, for each query, the largest score so far, the sum of the exponentials and the
-// weighted values, all of them corrected when a larger score comes: online softmax (arXiv:1805.02867), as in
+// A task is a few new tokens of one sequence with one or all of its KV heads; tasks are spread over the threads. A task
+// goes through the keys in tiles and keeps, for each query, the largest score so far, the sum of the exponentials and
+// the weighted values, all of them corrected when a larger score comes: online softmax (arXiv:1805.02867), as in
 // FlashAttention (arXiv:2205.14135), algorithm 1. paged_attention.py has the same in plain torch.
+//
+// Decoding waits for memory, and memory is fast only where it is read in order: a task with all heads reads whole
+// blocks, where one head's part of each, with gaps between, comes at less than half of that speed.
 //
 //     keys, values   [N, KV, block_size, D]    float, or int8 with a scale for each row
 //     tables         [S, M]                    blocks of each sequence
@@ -21,6 +24,7 @@ namespace {
 constexpr int KEYS = 32;    // in a tile: with the values and the transposed keys, D = 64 takes half of a small L1 cache
 constexpr int QUERIES = 8;  // new tokens in a task
 constexpr int FEW = 6;      // rows up to which transposing the keys costs more than it saves
+constexpr int ENOUGH = 4;   // sequences a thread from which on one that decodes isn't divided
 constexpr int64_t WORTH_A_THREAD = 1 << 18;  // multiplications
 
 struct Shape {
@@ -34,7 +38,9 @@ struct Rows {
     const float* scales;
     const int32_t* table;
     Shape shape;
-    int64_t head;
+    int64_t head;  // where they begin; `of` gives those of a later one
+
+    Rows of(int64_t later) const { return {cache, scales, table, shape, head + later}; }
 
     // Row of token `j`; `buffer` [D] is used if the numbers have to be made first.
     const float* get(int64_t j, float* buffer) const {
@@ -88,59 +94,79 @@ void score_many(const float* q, int rows, const float* const* key, int count, fl
     }
 }
 
-// Queries [first, first + count) of a sequence, the query heads of one KV head. q and out point to the first query.
+// Some queries with the query heads of one KV head, and how far they have come: row r is query r / G, head r % G.
+struct Progress {
+    int rows, count;  // count: of queries
+    float *q, *sums;  // [rows, D]
+    float *largest, *total;  // [rows]
+};
+
+// Go on over the tile from key `start` on. scores: space for [rows, KEYS].
 template <typename T, int D>
-void attend(const float* q, int64_t q_stride, Rows<T, D> keys, Rows<T, D> values, float* out, int64_t context, int count) {
-    const Shape shape = keys.shape;
-    const int G = shape.H / shape.KV, rows = count * G;  // row r is query r / G, head r % G
-    std::vector<float> space(rows * (2 * D + KEYS + 2));
-    float *mine = space.data(), *sums = mine + rows * D, *scores = sums + rows * D;
-    float *largest = scores + rows * KEYS, *total = largest + rows;
-    const float scale = 1 / std::sqrt(static_cast<float>(D));
-    for (int r = 0; r < rows; ++r) {
-        for (int d = 0; d < D; ++d) mine[r * D + d] = q[r / G * q_stride + (keys.head * G + r % G) * D + d] * scale;
-        largest[r] = -INFINITY;
-    }
+void attend_tile(const Progress& p, const Rows<T, D>& keys, const Rows<T, D>& values, int64_t start, int64_t context,
+                 float* scores) {
+    const int G = p.rows / p.count, tile = std::min<int64_t>(KEYS, context - start);
     alignas(32) float key_space[KEYS][D], value_space[KEYS][D];
     const float *key[KEYS], *value[KEYS];
-    for (int64_t start = 0; start < context; start += KEYS) {
-        const int tile = std::min<int64_t>(KEYS, context - start);
-        for (int j = 0; j < tile; ++j) {
-            key[j] = keys.get(start + j, key_space[j]);
-            value[j] = values.get(start + j, value_space[j]);
-        }
-        rows <= FEW ? score_few<D>(mine, rows, key, tile, scores) : score_many<D>(mine, rows, key, tile, scores);
-        for (int r = 0; r < rows; ++r) {
-            // The last query sees the whole context, each earlier one a token less.
-            const int seen = std::min<int64_t>(tile, context - start - (count - 1 - r / G));
-            if (seen <= 0) continue;
-            float* s = scores + r * KEYS;
-            float highest = largest[r];
-            for (int j = 0; j < seen; ++j) highest = s[j] > highest ? s[j] : highest;
-            for (int j = seen; j < KEYS; ++j) s[j] = -INFINITY;
-            float sum_of_tile = 0;
-#pragma omp simd reduction(+ : sum_of_tile)
-            for (int j = 0; j < KEYS; ++j) {
-                s[j] = s[j] == -INFINITY ? 0 : exponential(s[j] - highest);
-                sum_of_tile += s[j];
-            }
-            const float shrink = largest[r] == -INFINITY ? 0 : exponential(largest[r] - highest);
-            total[r] = total[r] * shrink + sum_of_tile;
-            largest[r] = highest;
-            Vector o[D / 8];
-            for (int v = 0; v < D / 8; ++v) o[v] = load(sums + r * D + 8 * v) * shrink;
-            for (int j = 0; j < seen; ++j)
-                for (int v = 0; v < D / 8; ++v) o[v] += s[j] * load(value[j] + 8 * v);
-            for (int v = 0; v < D / 8; ++v) save(sums + r * D + 8 * v, o[v]);
-        }
+    for (int j = 0; j < tile; ++j) {
+        key[j] = keys.get(start + j, key_space[j]);
+        value[j] = values.get(start + j, value_space[j]);
     }
-    for (int r = 0; r < rows; ++r)
-        for (int d = 0; d < D; ++d)
-            out[(r / G * shape.H + keys.head * G + r % G) * D + d] = sums[r * D + d] / total[r];
+    p.rows <= FEW ? score_few<D>(p.q, p.rows, key, tile, scores) : score_many<D>(p.q, p.rows, key, tile, scores);
+    for (int r = 0; r < p.rows; ++r) {
+        // The last query sees the whole context, each earlier one a token less.
+        const int seen = std::min<int64_t>(tile, context - start - (p.count - 1 - r / G));
+        if (seen <= 0) continue;
+        float* s = scores + r * KEYS;
+        float highest = p.largest[r];
+        for (int j = 0; j < seen; ++j) highest = s[j] > highest ? s[j] : highest;
+        for (int j = seen; j < KEYS; ++j) s[j] = -INFINITY;
+        float sum_of_tile = 0;
+#pragma omp simd reduction(+ : sum_of_tile)
+        for (int j = 0; j < KEYS; ++j) {
+            s[j] = s[j] == -INFINITY ? 0 : exponential(s[j] - highest);
+            sum_of_tile += s[j];
+        }
+        const float shrink = p.largest[r] == -INFINITY ? 0 : exponential(p.largest[r] - highest);
+        p.total[r] = p.total[r] * shrink + sum_of_tile;
+        p.largest[r] = highest;
+        Vector o[D / 8];
+        for (int v = 0; v < D / 8; ++v) o[v] = load(p.sums + r * D + 8 * v) * shrink;
+        for (int j = 0; j < seen; ++j)
+            for (int v = 0; v < D / 8; ++v) o[v] += s[j] * load(value[j] + 8 * v);
+        for (int v = 0; v < D / 8; ++v) save(p.sums + r * D + 8 * v, o[v]);
+    }
+}
+
+// `count` queries of a sequence, with `heads` KV heads from that of `keys` on. q and out point to the first query.
+template <typename T, int D>
+void attend(const float* q, int64_t q_stride, Rows<T, D> keys, Rows<T, D> values, int heads, float* out, int64_t context,
+            int count) {
+    const Shape shape = keys.shape;
+    const int G = shape.H / shape.KV, rows = count * G, all = heads * rows;
+    std::vector<float> space(all * (2 * D + 2) + rows * KEYS);
+    float *mine = space.data(), *sums = mine + all * D, *largest = sums + all * D, *total = largest + all;
+    float* scores = total + all;
+    const float scale = 1 / std::sqrt(static_cast<float>(D));
+    for (int r = 0; r < all; ++r) {
+        const float* from = q + r % rows / G * q_stride + ((keys.head + r / rows) * G + r % G) * D;
+        for (int d = 0; d < D; ++d) mine[r * D + d] = from[d] * scale;
+        largest[r] = -INFINITY;
+    }
+    for (int64_t start = 0; start < context; start += KEYS)
+        for (int h = 0; h < heads; ++h) {
+            const int r = h * rows;
+            const Progress progress{rows, count, mine + r * D, sums + r * D, largest + r, total + r};
+            attend_tile<T, D>(progress, keys.of(h), values.of(h), start, context, scores);
+        }
+    for (int r = 0; r < all; ++r) {
+        float* to = out + (r % rows / G * shape.H + (keys.head + r / rows) * G + r % G) * D;
+        for (int d = 0; d < D; ++d) to[d] = sums[r * D + d] / total[r];
+    }
 }
 
 struct Task {
-    int32_t sequence, head, first, count;
+    int32_t sequence, head, heads, first, count;
 };
 
 template <typename T, int D>
@@ -152,9 +178,10 @@ void attend_all(const float* q, int64_t q_stride, const T* keys, const T* values
     for (int32_t s = 0; s < S; ++s) {
         const int32_t count = query_starts[s + 1] - query_starts[s];
         work += static_cast<int64_t>(count) * context_lens[s] * shape.H * D;
+        const int32_t heads = count == 1 && S >= ENOUGH * threads ? shape.KV : 1;
         for (int32_t first = 0; first < count; first += QUERIES)
-            for (int32_t head = 0; head < shape.KV; ++head)
-                tasks.push_back({s, head, first, std::min(QUERIES, count - first)});
+            for (int32_t head = 0; head < shape.KV; head += heads)
+                tasks.push_back({s, head, heads, first, std::min(QUERIES, count - first)});
     }
     const int64_t count = tasks.size();
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (work >= WORTH_A_THREAD)
@@ -164,7 +191,7 @@ void attend_all(const float* q, int64_t q_stride, const T* keys, const T* values
         const int32_t* table = tables + task.sequence * shape.M;
         const int64_t after = query_starts[task.sequence + 1] - row - task.count;
         const Rows<T, D> k{keys, key_scales, table, shape, task.head}, v{values, value_scales, table, shape, task.head};
-        attend<T, D>(q + row * q_stride, q_stride, k, v, out + row * shape.H * D, context_lens[task.sequence] - after,
+        attend<T, D>(q + row * q_stride, q_stride, k, v, task.heads, out + row * shape.H * D, context_lens[task.sequence] - after,
                      task.count);
     }
 }

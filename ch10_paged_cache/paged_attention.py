@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from shared import native
-from shared.native import pointer
 
 KERNEL_DIMS = (8, 16, 32, 64, 80, 96, 128, 256)  # head dimensions that the kernel is built for
 
@@ -90,12 +89,18 @@ def store(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, batch: Batch, scal
     if LIBRARY is not None and native.fits(k, v) and k.stride() == v.stride() and k.stride(1) == D and keys.is_cpu:
         sizes = T, KV, block_size, D
         if scales is not None:
-            places = pointer(keys), pointer(values), pointer(scales[0]), pointer(scales[1])
-            LIBRARY.store_int8(pointer(k), pointer(v), k.stride(0), pointer(batch.slots), *places, *sizes)
+            places = keys.data_ptr(), values.data_ptr(), scales[0].data_ptr(), scales[1].data_ptr()
+            LIBRARY.store_int8(k.data_ptr(), v.data_ptr(), k.stride(0), batch.slots.data_ptr(), *places, *sizes)
             return
         if keys.dtype == torch.float32:
             LIBRARY.store(
-                pointer(k), pointer(v), k.stride(0), pointer(batch.slots), pointer(keys), pointer(values), *sizes
+                k.data_ptr(),
+                v.data_ptr(),
+                k.stride(0),
+                batch.slots.data_ptr(),
+                keys.data_ptr(),
+                values.data_ptr(),
+                *sizes,
             )
             return
     block, offset = batch.slots // block_size, batch.slots % block_size  # [T]
@@ -148,11 +153,17 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, batch: Batch, scale
     KV, block_size = keys.shape[1:3]
     S, M = batch.block_tables.shape
     out = torch.empty(T, H, D)
-    where = pointer(batch.block_tables), M, pointer(batch.query_starts), pointer(batch.context_lens), pointer(out)
+    where = (
+        batch.block_tables.data_ptr(),
+        M,
+        batch.query_starts.data_ptr(),
+        batch.context_lens.data_ptr(),
+        out.data_ptr(),
+    )
     sizes = S, H, KV, block_size, D, torch.get_num_threads()
     if scales is None:
-        LIBRARY.attention(pointer(q), q.stride(0), pointer(keys), pointer(values), *where, *sizes)
+        LIBRARY.attention(q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(), *where, *sizes)
     else:
-        quantised = pointer(keys), pointer(values), pointer(scales[0]), pointer(scales[1])
-        LIBRARY.attention_int8(pointer(q), q.stride(0), *quantised, *where, *sizes)
+        quantised = keys.data_ptr(), values.data_ptr(), scales[0].data_ptr(), scales[1].data_ptr()
+        LIBRARY.attention_int8(q.data_ptr(), q.stride(0), *quantised, *where, *sizes)
     return out

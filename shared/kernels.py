@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared import native
-from shared.native import pointer
 
 FEW_ROWS = 16  # up to here a product with weights waits for memory: a decode step, not a prompt
 
@@ -39,7 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     T, size = x.shape
     out = torch.empty(T, len(weight))
     threads = torch.get_num_threads()
-    LIBRARY.linear(pointer(x), x.stride(0), pointer(weight), pointer(out), T, size, len(weight), threads)
+    LIBRARY.linear(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), T, size, len(weight), threads)
     return out if bias is None else out.add_(bias)
 
 
@@ -50,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     T, size = x.shape
     out = torch.empty(T, size)
     LIBRARY.rms_norm(
-        pointer(x), x.stride(0), pointer(weight), pointer(out), size, T, size, eps, torch.get_num_threads()
+        x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), size, T, size, eps, torch.get_num_threads()
     )
     return out
 
@@ -64,7 +63,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # The negative half of sin lets two kernels and a roll do what takes six by the book.
         return x.copy_(torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin))
     T, heads, D = x.shape
-    LIBRARY.rotate(pointer(x), x.stride(0), pointer(cos), pointer(sin), T, heads, D, torch.get_num_threads())
+    LIBRARY.rotate(x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), T, heads, D, torch.get_num_threads())
     return x
 
 
@@ -75,5 +74,5 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
     out = torch.empty(T, size)
-    LIBRARY.silu_mul(pointer(gate_up), pointer(out), T, size, torch.get_num_threads())
+    LIBRARY.silu_mul(gate_up.data_ptr(), out.data_ptr(), T, size, torch.get_num_threads())
     return out
