@@ -88,8 +88,10 @@ def quantise_activations(x: Tensor) -> Tensor:
     """What the kernel makes of x [T, in]: each row's groups rounded to -127 to 127, and scaled back. [T, in]"""
     groups = in_groups(x.float())
     largest = groups.abs().amax(dim=-1, keepdim=True)
-    # 127 / 0 is infinite, and so is 127 / 1e-38 in float32: so small a group counts as zeros.
-    values = (groups * torch.where(largest > SMALLEST, 127 / largest, 0)).round()
+    # 127 / 0 is infinite, and so is 127 / 1e-38 in float32: so small a group counts as zeros. Of `127 / largest` torch
+    # would make `largest.reciprocal() * 127`, which rounds twice, and not as the kernel does.
+    inverse = torch.where(largest > SMALLEST, torch.full_like(largest, 127) / largest, 0)
+    values = (groups * inverse).round()
     return (values * (largest / 127)).flatten(1)[:, : x.shape[1]].to(x.dtype)
 
 
@@ -138,7 +140,9 @@ class QuantisedLinear(nn.Module):
         places = [None if tensor is None else tensor.data_ptr() for tensor in self._held]
         self._weights = Weights(*places, self.in_features, self.out_features)
         dtype = torch.float32 if self.minima is None else torch.float16
-        self._fit_kernel = self.data.is_cpu and self.scales.dtype == dtype  # model.half() would change them
+        bias = torch.empty(0) if self.bias is None else self.bias
+        # model.half() would change them
+        self._fit_kernel = self.data.is_cpu and self.scales.dtype == dtype and native.fits(bias)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "QuantisedLinear":
         """What `to(device)` calls: the numbers move."""
@@ -170,7 +174,8 @@ class QuantisedLinear(nn.Module):
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise ValueError(f"this layer takes [T, {self.in_features}], not {list(x.shape)}")
         if LIBRARY is None or not self._fit_kernel or not native.fits(x):
-            return F.linear(quantise_activations(x), self.rows().to(x.dtype), self.bias)
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return F.linear(quantise_activations(x), self.rows().to(x.dtype), bias)
         T, out = len(x), torch.empty(len(x), self.out_features)
         LIBRARY.quantised_linear(self._weights, x.data_ptr(), x.stride(0), out.data_ptr(), T, torch.get_num_threads())
         return out

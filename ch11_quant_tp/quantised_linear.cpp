@@ -32,7 +32,7 @@ namespace {
 constexpr int GROUP = 32;  // columns that share a scale
 constexpr int TILE = 16;   // outputs
 constexpr int STEPS = GROUP / 4;
-constexpr int ROW_BLOCK = 64;   // stay in a core's cache while all weights pass by
+constexpr int ROW_BLOCK = 128;  // stay in a core's cache while all weights pass by
 constexpr int OFFSET = 64;      // of 8-bit weights
 constexpr int64_t WORTH_A_THREAD = 1 << 14;  // numbers to quantise
 constexpr float SMALLEST = 1e-30f;           // a group of less counts as zeros: 127 / largest must stay finite
@@ -190,6 +190,7 @@ inline float largest_of(const float* x) {
 }
 
 void quantise_row(const float* x, int64_t size, int64_t row, Activations& a) {
+    static const float nothing[GROUP] = {};
     for (int64_t g = 0; g < a.groups; ++g) {
         float last[GROUP] = {};
         const float* group = x + g * GROUP;
@@ -198,6 +199,7 @@ void quantise_row(const float* x, int64_t size, int64_t row, Activations& a) {
             group = last;
         }
         const float largest = largest_of(group), inverse = largest > SMALLEST ? 127 / largest : 0;
+        if (!(largest < INFINITY)) group = nothing;  // NaN isn't a whole number; 0 times this scale is NaN again
         int8_t values[GROUP];
         int32_t sum = 0;
         for (int i = 0; i < GROUP; ++i) {
@@ -230,8 +232,10 @@ void quantise(const float* x, int64_t stride, int64_t T, int64_t size, Activatio
 #ifdef VECTORS
 
 // One tile for R rows, 8 bits. The loops over steps and rows are unrolled, so that all places are known beforehand.
+// Meanwhile the cache fetches what lies `ahead` bytes further on: the next tile, when the last rows have their turn.
 template <int R>
-inline void tile_int8(const Activations& a, int64_t row, const uint8_t* weights, const float* scales, float* out) {
+inline void tile_int8(const Activations& a, int64_t row, const uint8_t* weights, const float* scales, int64_t ahead,
+                      float* out) {
     Floats total[R];
     for (int r = 0; r < R; ++r) total[r] = same(0.0f);
     for (int64_t g = 0; g < a.groups; ++g) {
@@ -243,6 +247,7 @@ inline void tile_int8(const Activations& a, int64_t row, const uint8_t* weights,
 #pragma GCC unroll 8
         for (int k = 0; k < STEPS; ++k) {
             const Whole step = bytes(w + k * 64);
+            __builtin_prefetch(w + ahead + k * 64);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) add_products(sums[r], step, four_of(x + (k * ROWS + r) * 4));
         }
@@ -256,7 +261,7 @@ inline void tile_int8(const Activations& a, int64_t row, const uint8_t* weights,
 // One tile for R rows, 4 bits with a minimum: scale * (q . x) + minimum * (1 . x).
 template <int R>
 inline void tile_int4(const Activations& a, int64_t row, const uint8_t* weights, const Half* scales, const Half* minima,
-                      float* out) {
+                      int64_t ahead, float* out) {
     Floats total[R];
     for (int r = 0; r < R; ++r) total[r] = same(0.0f);
     for (int64_t g = 0; g < a.groups; ++g) {
@@ -268,6 +273,7 @@ inline void tile_int4(const Activations& a, int64_t row, const uint8_t* weights,
 #pragma GCC unroll 8
         for (int k = 0; k < STEPS; ++k) {
             const Whole step = nibbles(w + k * 32);
+            if (k % 2 == 0) __builtin_prefetch(w + ahead + k * 32);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) add_small_products(sums[r], step, four_of(x + (k * ROWS + r) * 4));
         }
@@ -293,7 +299,7 @@ inline float number(Half half) {
 }
 
 template <int R>
-void tile_int8(const Activations& a, int64_t row, const uint8_t* weights, const float* scales, float* out) {
+void tile_int8(const Activations& a, int64_t row, const uint8_t* weights, const float* scales, int64_t, float* out) {
     for (int r = 0; r < R; ++r)
         for (int o = 0; o < TILE; ++o) {
             float total = 0;
@@ -310,7 +316,7 @@ void tile_int8(const Activations& a, int64_t row, const uint8_t* weights, const 
 }
 
 template <int R>
-void tile_int4(const Activations& a, int64_t row, const uint8_t* weights, const Half* scales, const Half* minima,
+void tile_int4(const Activations& a, int64_t row, const uint8_t* weights, const Half* scales, const Half* minima, int64_t,
                float* out) {
     for (int r = 0; r < R; ++r)
         for (int o = 0; o < TILE; ++o) {
@@ -333,12 +339,12 @@ void tile_int4(const Activations& a, int64_t row, const uint8_t* weights, const 
 
 template <typename Scale, int R>
 void rows_of_tile(const Activations& a, int64_t row, const uint8_t* weights, const Scale* scales, const Scale* minima,
-                  const float* bias, float* out, int64_t outputs, int64_t first) {
+                  const float* bias, int64_t ahead, float* out, int64_t outputs, int64_t first) {
     alignas(64) float result[R * TILE];
     if constexpr (sizeof(Scale) == sizeof(Half))
-        tile_int4<R>(a, row, weights, scales, minima, result);
+        tile_int4<R>(a, row, weights, scales, minima, ahead, result);
     else
-        tile_int8<R>(a, row, weights, scales, result);
+        tile_int8<R>(a, row, weights, scales, ahead, result);
     const int64_t count = std::min<int64_t>(TILE, outputs - first);
     for (int r = 0; r < R; ++r) {
         if (bias)
@@ -361,8 +367,9 @@ void product(const Weights& weights, const float* x, int64_t stride, float* out,
     const auto *scales = static_cast<const Scale*>(weights.scales), *minima = static_cast<const Scale*>(weights.minima);
     const int64_t outputs = weights.outputs, tiles = (outputs + TILE - 1) / TILE, blocks = (T + ROW_BLOCK - 1) / ROW_BLOCK;
     const int64_t bytes = shared.groups * GROUP * TILE / (minima ? 2 : 1), numbers = shared.groups * TILE;
-#pragma omp parallel for num_threads(threads) schedule(static) collapse(2)
+#pragma omp parallel num_threads(threads)
     for (int64_t block = 0; block < blocks; ++block)
+#pragma omp for schedule(static) nowait
         for (int64_t tile = 0; tile < tiles; ++tile) {
             const uint8_t* w = weights.data + tile * bytes;
             const Scale *s = scales + tile * numbers, *m = minima ? minima + tile * numbers : nullptr;
@@ -370,7 +377,7 @@ void product(const Weights& weights, const float* x, int64_t stride, float* out,
             for (int64_t row = block * ROW_BLOCK; row < end; row += ROWS) {
                 constexpr auto multiply_rows = multipliers<Scale>(std::make_integer_sequence<int, ROWS>());
                 const auto multiply = multiply_rows[std::min<int64_t>(ROWS, end - row) - 1];
-                multiply(shared, row, w, s, m, weights.bias, out, outputs, tile * TILE);
+                multiply(shared, row, w, s, m, weights.bias, row + ROWS >= end ? bytes : 0, out, outputs, tile * TILE);
             }
         }
 }

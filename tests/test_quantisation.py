@@ -1,5 +1,8 @@
 """Chapter 11's quantised layers: what rounding costs, the kernel against plain torch, and the model made of them."""
 
+import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +59,7 @@ def test_the_kernel_is_its_oracle(quant: str, columns: int, outputs: int):
     generator = torch.Generator().manual_seed(columns * outputs)
     weight, bias = torch.randn(outputs, columns, generator=generator), torch.randn(outputs, generator=generator)
     layer = QuantisedLinear(quantise(weight, quant), bias)
-    for rows in (1, 2, 3, 5, 16, 65):
+    for rows in (1, 2, 3, 4, 5, 6, 7, 16, 65, 130):
         x = torch.randn(rows, columns + 5, generator=generator)[:, :columns]
         expected = F.linear(quantise_activations(x), quantise(weight, quant).dequantise(), bias)
         torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
@@ -77,11 +80,41 @@ def test_nothing_saturates(quant: str, signs: tuple[int, int]):
 
 @pytest.mark.parametrize("quant", QUANTS)
 def test_without_the_kernel_torch_gives_the_same(quant: str, monkeypatch: pytest.MonkeyPatch):
+    """Also where a number isn't one: the row is lost, and no other."""
     weight, x = torch.randn(20, 70), torch.randn(4, 70)
+    x[1, 3], x[2, 69] = float("nan"), -float("inf")
     layer = QuantisedLinear(quantise(weight, quant))
     fast = layer(x)
+    assert fast.isnan().all(dim=1).tolist() == [False, True, True, False]
     monkeypatch.setattr(chapter, "LIBRARY", None)
-    torch.testing.assert_close(fast, layer(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fast, layer(x), rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_layer_in_another_dtype_has_its_bias_still(quant: str, dtype: torch.dtype):
+    """The kernel reads biases of 32 bits: of 16 it would make other numbers, and read beyond them."""
+    bias, x = torch.randn(20).to(dtype), torch.randn(4, 64)
+    layer = QuantisedLinear(quantise(torch.zeros(20, 64), quant), bias.float()).to(dtype)  # all there is, is the bias
+    assert torch.equal(layer(x), bias.float().expand(4, 20))
+    assert torch.equal(layer(x.to(dtype)), bias.expand(4, 20))
+
+
+@pytest.mark.parametrize("flags", ["-mno-avx512f", "-mno-avx512f -mno-avx2"])
+def test_the_kernel_built_for_lesser_processors_is_its_oracle(flags: str):
+    """The instructions of this machine hide the paths that others take."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if chapter.LIBRARY is None or platform.machine() != "x86_64":
+        pytest.skip("no C++ compiler here, or NATIVE=0, or another kind of processor")
+    names = "test_the_kernel_is_its_oracle or test_nothing_saturates or test_without_the_kernel"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", names],
+        env={**os.environ, "CXX": f"{compiler} {flags}"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "skipped" not in run.stdout
 
 
 @pytest.mark.parametrize("quant", QUANTS)
