@@ -188,6 +188,7 @@ class AsyncEngine(Frontend):
         try:
             logits = self.forward(self.plan(step, rows), self._still_wanted(step))
         except Interrupted:
+            self._trace_step(began, traced, interrupted=True)
             return
         for seq, count, at in wanted:
             self._score_prompt(seq, count, logits[at : at + count])
@@ -204,9 +205,12 @@ class AsyncEngine(Frontend):
             self._sample(asked, [seq for seq, _ in sampled])
         self._send()
         self.observe_step(time.perf_counter() - began)
+        self._trace_step(began, traced)
+
+    def _trace_step(self, began: float, traced: list[tuple[str, int, int, str]], interrupted: bool = False) -> None:
         if self._trace:
             counts = len(self.scheduler.running), len(self.scheduler.waiting)
-            self._trace.step(began, traced, *counts, self.memory())
+            self._trace.step(began, traced, *counts, self.memory(), interrupted)
 
     def _still_wanted(self, step: list[tuple[ScheduledSequence, int]]) -> StillWanted:
         requests = {seq.owner for seq, _ in step}
@@ -279,7 +283,7 @@ class AsyncEngine(Frontend):
             request.put(error)
         request.put(None)
         if self._trace:
-            self._trace.ended(request.id)
+            self._trace.ended(request.id, "aborted" if request.aborted else "failed" if error else "done")
 
     def _end_all(self, error: Exception) -> None:
         with self._lock:

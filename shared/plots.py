@@ -177,27 +177,31 @@ ROWS: tuple[tuple[tuple[str, str], tuple[Panel, Panel]], ...] = (
 # --- timelines --------------------------------------------------------------------------------------------------------
 
 PHASES = {"waiting": "#BBBBBB", "prefill": "#E69F00", "decode": "#0072B2"}
+ENDS = {"done": "black", "aborted": "#CC79A7", "failed": "#D55E00"}
 
-Span = tuple[float, float, str]  # from, to [s], one of PHASES, or "done" at the moment of its end
+Span = tuple[float, float, str]  # from, to [s], one of PHASES, or one of ENDS at the moment of its end
 
 
 def draw_rows(ax: Axes, rows: Sequence[Sequence[Span]]) -> None:
-    """A row a request, the first at the top: a bar for each of its spans, and a mark where it is done."""
+    """A row a request, the first at the top: a bar for each of its spans, and a mark where it ends."""
     for y, spans in enumerate(rows):
         for phase, colour in PHASES.items():
             bars = [(start, end - start) for start, end, kind in spans if kind == phase]
             ax.broken_barh(bars, (y - 0.4, 0.4 if phase == "waiting" else 0.8), facecolors=colour)
-        ax.vlines([end for _, end, kind in spans if kind == "done"], y - 0.4, y + 0.4, color="black", linewidth=2)
+        for how, colour in ENDS.items():
+            ax.vlines([end for _, end, kind in spans if kind == how], y - 0.4, y + 0.4, color=colour, linewidth=2)
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.set(xlabel="time (s)", ylabel="request")
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def phase_legend(figure: Figure, done: bool = False) -> None:
+def phase_legend(figure: Figure, rows: Sequence[Sequence[Span]] = ()) -> None:
+    """The colours of the phases, and of those ends that are in `rows`."""
     handles: list[Patch | Line2D] = [Patch(color=colour, label=phase) for phase, colour in PHASES.items()]
-    if done:
-        handles.append(Line2D([], [], color="black", marker="|", markersize=10, markeredgewidth=2, ls="", label="done"))
+    kinds = {kind for spans in rows for _, _, kind in spans}
+    mark = partial(Line2D, [], [], marker="|", markersize=10, markeredgewidth=2, ls="")
+    handles += [mark(color=colour, label=how) for how, colour in ENDS.items() if how in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
@@ -208,7 +212,7 @@ def trace_rows(steps: Sequence[dict[str, Any]]) -> list[list[Span]]:
     A trace may begin in the middle: a request that came before it begins with it.
     """
     arrived = {request: at for step in steps for request, at in step["arrived"]}
-    ended = {request: at for step in steps for request, at in step["ended"]}
+    ended = {request: (at, how) for step in steps for request, at, how in step["ended"]}
     rows: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))  # request -> choice -> spans
     newest: dict[tuple[str, int], int] = {}  # the last step that each was in
     for number, step in enumerate(steps):
@@ -225,13 +229,15 @@ def trace_rows(steps: Sequence[dict[str, Any]]) -> list[list[Span]]:
             newest[request, choice] = number
     for request, at in arrived.items():
         choices = rows[request] or {0: rows[request][0]}
+        if request not in ended:
+            continue
+        end, how = ended[request]
         for row in choices.values():
             last = row[-1][1] if row else at
-            if len(choices) == 1 and ended.get(request, last) > last:  # given up while it waited
-                row.append((last, ended[request], "waiting"))
-            if request in ended:
-                last = row[-1][1] if row else at
-                row.append((last, last, "done"))
+            if len(choices) == 1 and end > last:  # given up while it waited
+                row.append((last, end, "waiting"))
+                last = end
+            row.append((last, last, how))
     return [rows[name][choice] for name in sorted(rows, key=arrived.__getitem__) for choice in sorted(rows[name])]
 
 
@@ -268,7 +274,7 @@ def draw_timeline(steps: Sequence[dict[str, Any]], path: Path) -> None:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="y", alpha=0.3)
     figure.align_ylabels()
-    phase_legend(figure, done=True)
+    phase_legend(figure, rows)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -22,7 +22,8 @@ class StepTrace:
     scheduled              [request, choice, tokens, "prefill" or "decode"]
     prefill_tokens, decode_tokens, running, waiting
     used, total            of what the cache hands out: slots, or blocks
-    ended                  [request, when]
+    ended                  [request, when, "done", "aborted" or "failed"]
+    interrupted            true if the pass was given up, since nobody waited for it any more
 
     Raises SetupError if the file can't be written.
     """
@@ -34,13 +35,13 @@ class StepTrace:
             raise SetupError(f"TRACE={path}: {error.strerror}. Name a file that can be written.") from None
         self._began = time.perf_counter()
         self._arrived: list[tuple[str, float]] = []
-        self._ended: list[tuple[str, float]] = []
+        self._ended: list[tuple[str, float, str]] = []
 
     def arrived(self, request_id: str, at: float) -> None:
         self._arrived.append((request_id, self._since(at)))
 
-    def ended(self, request_id: str) -> None:
-        self._ended.append((request_id, self._since(time.perf_counter())))
+    def ended(self, request_id: str, how: str) -> None:
+        self._ended.append((request_id, self._since(time.perf_counter()), how))
 
     def step(
         self,
@@ -49,6 +50,7 @@ class StepTrace:
         running: int,
         waiting: int,
         memory: tuple[int, int],
+        interrupted: bool = False,
     ) -> None:
         """Write the line of a step that began at `began`, of time.perf_counter, and is over now."""
         tokens = {phase: sum(row[2] for row in scheduled if row[3] == phase) for phase in ("prefill", "decode")}
@@ -64,6 +66,7 @@ class StepTrace:
             "used": memory[0],
             "total": memory[1],
             "ended": self._ended,
+            "interrupted": interrupted,
         }
         self._file.write(json.dumps(line) + "\n")
         self._arrived, self._ended = [], []

@@ -37,7 +37,7 @@ def test_what_is_written_is_read_back(tmp_path: Path):
     trace.arrived("a", began)
     trace.arrived("b", began)
     trace.step(began, [("a", 0, 7, "prefill"), ("b", 0, 1, "decode"), ("c", 1, 1, "decode")], 3, 2, (3, 16))
-    trace.ended("a")
+    trace.ended("a", "done")
     trace.close()
     first, last = read_trace(path)
     assert first["scheduled"] == [["a", 0, 7, "prefill"], ["b", 0, 1, "decode"], ["c", 1, 1, "decode"]]
@@ -45,7 +45,7 @@ def test_what_is_written_is_read_back(tmp_path: Path):
     assert (first["prefill_tokens"], first["decode_tokens"]) == (7, 2)
     assert (first["running"], first["waiting"], first["used"], first["total"]) == (3, 2, 3, 16)
     assert first["ended"] == last["arrived"] == last["scheduled"] == []
-    assert [name for name, _ in last["ended"]] == ["a"]
+    assert [(name, how) for name, _, how in last["ended"]] == [("a", "done")]
     assert 0 <= first["t"] == first["arrived"][0][1] <= last["ended"][0][1]
 
 
@@ -74,7 +74,9 @@ def test_an_engines_trace_tells_every_step_and_is_drawn(tiny_checkpoint, tmp_pat
     assert max(step["prefill_tokens"] + step["decode_tokens"] for step in steps) == 8
     assert sum(step["decode_tokens"] for step in steps) == 3 * 2
     assert [request for step in steps for request, _ in step["arrived"]] == ["r0", "r1", "r2"]
-    assert {request for step in steps for request, _ in step["ended"]} == {"r0", "r1", "r2"}
+    assert {(request, how) for step in steps for request, _, how in step["ended"]} == {
+        (f"r{k}", "done") for k in range(3)
+    }
     assert all(step["running"] <= 2 and step["total"] == 2 for step in steps[:-1])
     assert sum(step["seconds"] for step in steps) <= seconds
     rows = [[kind for *_, kind in row] for row in trace_rows(steps)]
@@ -83,6 +85,27 @@ def test_an_engines_trace_tells_every_step_and_is_drawn(tiny_checkpoint, tmp_pat
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert figure.stat().st_size > 10_000
+
+
+def test_a_pass_that_was_given_up_has_a_line_and_its_request_was_aborted(tiny_checkpoint, tmp_path: Path):
+    """It was a hole in the picture, and the request looked as if it had got its answer."""
+    path = tmp_path / "trace.jsonl"
+    engine = new_engine(tiny_checkpoint, AsyncEngine, trace=str(path))
+    forward = engine.forward
+
+    def abort_in_the_middle(plan, still_wanted):
+        engine.abort("r0")
+        return forward(plan, still_wanted)
+
+    engine.forward = abort_in_the_middle
+    run(engine, [Arrival("x" * 20, SamplingParams(max_tokens=3, ignore_eos=True))])
+    engine._trace.close()
+    given_up, *rest = read_trace(path)
+    assert given_up["interrupted"]
+    assert given_up["scheduled"] == [["r0", 0, 20, "prefill"]]
+    assert [(request, how) for step in rest for request, _, how in step["ended"]] == [("r0", "aborted")]
+    [row] = trace_rows([given_up, *rest])
+    assert [kind for *_, kind in row if kind != "waiting"] == ["prefill", "aborted"]
 
 
 # --- what is drawn ----------------------------------------------------------------------------------------------------
@@ -94,7 +117,7 @@ def test_chunks_and_steps_in_a_row_are_one_bar():
         step_of(1, ["a", 0, 8, "prefill"], arrived=(["a", 0.5],)),
         step_of(2.001, ["a", 0, 2, "prefill"]),
         step_of(3.002, ["a", 0, 1, "decode"]),
-        step_of(4.003, ["a", 0, 1, "decode"], ended=(["a", 5.002],)),
+        step_of(4.003, ["a", 0, 1, "decode"], ended=(["a", 5.002, "done"],)),
     ]
     end = 4.003 + 1
     assert trace_rows(steps) == [
@@ -107,7 +130,7 @@ def test_a_step_without_a_request_is_a_wait_in_its_row():
     steps = [
         step_of(0, ["a", 0, 4, "prefill"], arrived=(["a", 0.0], ["b", 0.0])),
         step_of(1, ["b", 0, 4, "prefill"]),
-        step_of(2, ["a", 0, 5, "prefill"], ended=(["b", 2.5],)),
+        step_of(2, ["a", 0, 5, "prefill"], ended=(["b", 2.5, "done"],)),
     ]
     first, second = trace_rows(steps)
     assert first == [
@@ -123,7 +146,7 @@ def test_each_choice_has_a_row_in_order_of_arrival():
     steps = [
         step_of(1, ["b", 0, 4, "prefill"], arrived=(["b", 0.0], ["a", 0.5])),
         step_of(2, ["b", 1, 1, "decode"], ["b", 0, 1, "decode"], ["a", 0, 4, "prefill"]),
-        step_of(3, ["b", 0, 1, "decode"], ended=(["b", 3.9],)),
+        step_of(3, ["b", 0, 1, "decode"], ended=(["b", 3.9, "done"],)),
     ]
     rows = trace_rows(steps)
     assert [row[0][0] for row in rows] == [0.0, 0.0, 0.5]
@@ -131,13 +154,13 @@ def test_each_choice_has_a_row_in_order_of_arrival():
 
 
 def test_whoever_gave_up_in_the_queue_has_a_row():
-    steps = [step_of(0, arrived=(["a", 0.25], ["b", 0.5]), ended=(["a", 2.0],))]
-    assert trace_rows(steps) == [[(0.25, 2.0, "waiting"), (2.0, 2.0, "done")], []]
+    steps = [step_of(0, arrived=(["a", 0.25], ["b", 0.5]), ended=(["a", 2.0, "aborted"],))]
+    assert trace_rows(steps) == [[(0.25, 2.0, "waiting"), (2.0, 2.0, "aborted")], []]
 
 
 def test_a_trace_may_begin_in_the_middle():
     """`tail -n 100 trace.jsonl` of a server that has run for days is a trace too."""
-    steps = [step_of(7, ["a", 0, 1, "decode"], ended=(["a", 8.0], ["long gone", 7.5]))]
+    steps = [step_of(7, ["a", 0, 1, "decode"], ended=(["a", 8.0, "done"], ["long gone", 7.5, "done"]))]
     assert trace_rows(steps) == [[(7, 7, "waiting"), (7, 8, "decode"), (8, 8, "done")]]
 
 
@@ -162,7 +185,14 @@ def test_any_number_of_requests_is_drawn(tmp_path: Path, requests: int):
         running = [[f"r{k}", 0, 1, "decode"] for k in range(max(0, i - 3), min(i, requests))]
         if i < requests:
             running.append([f"r{i}", 0, 9, "prefill"])
-        steps.append(step_of(i, *running, arrived=([f"r{i}", i / 2],), ended=([f"r{i - 3}", i + 1],)))
+        steps.append(
+            step_of(
+                i,
+                *running,
+                arrived=([f"r{i}", i / 2],),
+                ended=([f"r{i - 3}", i + 1, ("done", "aborted", "failed")[i % 3]],),
+            )
+        )
     draw_timeline(steps, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
 
