@@ -87,7 +87,7 @@ class Int8Cache(PagedCache):
 
 
 class Engine(PagedEngine):
-    """Everything of the book at once. Raises SetupError, one line, for what can't be used."""
+    """The full engine: chapter 10's, in fewer bits and on several ranks. Raises SetupError for what can't be used."""
 
     config_class = FullConfig
     config: FullConfig

@@ -1,4 +1,4 @@
-"""The chapters in the order of the book: what each adds, and how `make compare` starts it.
+"""The chapters in the order of the course: what each adds, and how `make compare` starts it.
 
 It knows folders and texts; it imports no chapter.
 
@@ -47,7 +47,7 @@ CHAPTERS = (
     Chapter(
         "ch09_async_scheduling",
         "an engine loop apart from the HTTP handlers; continuous batching; chunked prefill; a step trace",
-        "more than four times the tokens for sixteen equal clients, the first one after a fourteenth of the time",
+        "four times the tokens for sixteen clients whose requests are equally long, the first one after a fourteenth of the time",
         {"MAX_NUM_SEQS": "16", "MAX_MODEL_LEN": "2048"},
     ),
     Chapter(

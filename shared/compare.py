@@ -77,7 +77,7 @@ class Contestant:
 
 
 def contestants(quick: bool, peers: Sequence[tuple[str, str]]) -> list[Contestant]:
-    """The chapters in the order of the book, then the peers."""
+    """The chapters in the order of the course, then the peers."""
     loads, reduced = (QUICK_LOADS, QUICK_REDUCED) if quick else (LOADS, REDUCED)
     ours = [
         Contestant(c.name, reduced.get(c.name, loads), c.name in reduced, ROOT / c.folder, c.compare) for c in CHAPTERS
