@@ -1,6 +1,6 @@
 """Quantisation by hand: one scale for a whole matrix, for each output, for each group of 32; 8 bits and 4.
 
-python 01_quantisation.py: a real weight matrix -> rounded seven ways -> error and size, and why outliers matter; a figure
+python 01_quantisation.py: a real weight matrix -> rounded seven ways -> error, size, why outliers matter; a figure
 """
 
 from collections.abc import Callable

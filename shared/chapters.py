@@ -47,7 +47,7 @@ CHAPTERS = (
     Chapter(
         "ch09_async_scheduling",
         "an engine loop apart from the HTTP handlers; continuous batching; chunked prefill; a step trace",
-        "four times the tokens for sixteen clients whose requests are equally long, the first one after a fourteenth of the time",
+        "for 16 clients with equal requests, four times the tokens, the first one after a fourteenth of the time",
         {"MAX_NUM_SEQS": "16", "MAX_MODEL_LEN": "2048"},
     ),
     Chapter(
