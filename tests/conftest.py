@@ -1,6 +1,7 @@
 """What all tests share: no hub, one thread a model, none of the reader's settings, and the checkpoints and servers."""
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # threads that spin on a busy core slow each other a hundred times
@@ -21,6 +22,9 @@ from tests.tiny import ScriptedEngine, save_tiny_checkpoint
 
 for name in FIRST_CHAPTER:
     os.environ.pop(name, None)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &` in a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
